@@ -895,6 +895,20 @@ def adapters_of_ms_swift(of: Callable[..., Iterator[Job]], layouts: tuple[str, .
     yield from of(QWEN, 2, layouts[0], state=lora_of_ms_swift(32, *OF_ATTENTION, dropout=0.0))
 
 
+def adapters_of_ms_swift_in_fp8(of: Callable[..., Iterator[Job]], alone: str) -> Iterator[Job]:
+    """Yields jobs whose adapters compute in FP8, or in bf16 beside FP8 parameters, and with multi-token prediction."""
+    in_fp8, beside = lora_of_ms_swift(16), lora_of_ms_swift(8) | FP8_PARAMETERS
+    yield from of(LLAMA, 2, alone, {}, FULL, state=in_fp8 | BLOCKWISE)
+    yield from of(LLAMA, 2, alone, {}, FULL, state=in_fp8 | TENSORWISE)
+    yield from of(LLAMA, 2, alone, {}, FULL, state=beside | BLOCKWISE)
+    yield from of(LLAMA, 2, alone, {}, state=lora(8) | TENSORWISE | FP8_PARAMETERS)
+    yield from of(QWEN, 2, alone, {}, FULL, state=in_fp8 | TENSORWISE)
+    yield from of(QWEN, 2, alone, {}, state=in_fp8 | BLOCKWISE)
+    yield from of(QWEN, 2, alone, {}, state=beside | BLOCKWISE)
+    every = lora_of_ms_swift(8, *OF_ATTENTION, *OF_MLP, "eh_proj")
+    yield from of(QWEN, 2, alone, {}, FULL, config=EXTRA, state=every)
+
+
 def adapters(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     """Yields jobs of one rank that train adapters."""
     alone = "one rank"
@@ -918,6 +932,7 @@ def adapters(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
         yield from of(model, 2, alone, {}, state=lora(16) | LOW_PRECISION)
         yield from of(model, 2, alone, {}, state=lora(16) | UNFUSED_ACTIVATION)
     yield from adapters_of_ms_swift(of, (alone,))
+    yield from adapters_of_ms_swift_in_fp8(of, alone)
     yield from of(LLAMA, 2, alone, {}, FULL, state=lora(24) | OF_ALL_LINEARS)
     yield from of(QWEN, 2, alone, state=lora(24) | OF_ALL_LINEARS)
     yield from further_adapters(of, alone)

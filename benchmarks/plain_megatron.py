@@ -265,6 +265,8 @@ def unknown_parts(job: dict[str, Any]) -> list[str]:
 def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
     """Predicts a step of one rank of a measured job, with the tokens that its routers sent to each expert.
 
+    A user's job is the first one of its process. Of the measured ones only those with `first_uses` are.
+
     Args:
         job: A line of ``ranks.jsonl``.
         rank: The rank.
@@ -272,6 +274,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
     from memlab import Lab, Layout, MemorySettings, TrainingState, Versions
     from memlab.config.architectures import find_architecture
     from memlab.config.routing import Routing
+    from tests.unit.inside import inside
 
     architecture = find_architecture(job["model"]).with_layers(job["num_layers"])
     sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
@@ -291,6 +294,8 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
         versions=versions,
         backend="simulated",
     ) as lab:
+        if not job["ranks"][rank]["first_uses"]:
+            inside(lab).model.labels.on_timing = None  # a job before it in its process has had the kernels timed
         return lab.step(MemorySettings(**job["settings"]))
 
 

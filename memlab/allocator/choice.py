@@ -1,32 +1,48 @@
-"""Which implementation of the allocator serves a table: the compiled one, if the table is long and numba works here."""
+"""Which implementation of the allocator serves: the compiled one, if its code is kept or worth the time to make it."""
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 
 from memlab.allocator.caching_allocator import CachingAllocator
-from memlab.allocator.protocol import Allocator, ServesTables
+from memlab.allocator.protocol import Allocator
+from memlab.config.allocator_settings import AllocatorSettings
 
-_MANY, _SOME = 300_000, 10_000
-"""To load numba takes as long as to serve so many operations in Python; to take over a state as long as so many."""
+_MANY = 300_000
+"""To compile takes longer than to serve so many operations in Python, but only the first process has to."""
 
 
-def for_operations(number: int, allocator: Allocator) -> ServesTables:
+def new_allocator(settings: AllocatorSettings) -> Allocator:
+    """Returns an allocator without memory: the compiled one, if an earlier process has compiled it."""
+    python = CachingAllocator(settings)
+    return python if why_not_compiled(compiles=False) else _compiled(python)
+
+
+def for_operations(number: int, allocator: Allocator) -> Allocator:
     """Returns what serves so many operations soonest: the allocator, or a compiled one in its state."""
-    is_loaded = "memlab.allocator.kernels" in sys.modules
-    if number < (_SOME if is_loaded else _MANY) or not isinstance(allocator, CachingAllocator) or why_not_compiled():
+    if number < _MANY or not isinstance(allocator, CachingAllocator) or why_not_compiled():
         return allocator
-    from memlab.allocator.compiled import CompiledAllocator
-
-    return CompiledAllocator.of(allocator)
+    return _compiled(allocator)
 
 
 @cache
-def why_not_compiled() -> str:
-    """Returns why Python serves all tables; empty if numba compiles the allocator."""
+def why_not_compiled(*, compiles: bool = True) -> str:
+    """Returns why Python serves; empty if the compiled allocator does.
+
+    Args:
+        compiles: Whether numba compiles it where no earlier process has.
+    """
     try:
-        import memlab.allocator.compiled  # noqa: F401
-    except Exception as error:  # noqa: BLE001  # numba fails in many ways, and Python gives the same answers
+        from memlab.allocator.machine_code import serve
+
+        serve(compiles=compiles)
+    except Exception as error:  # noqa: BLE001  # numba and LLVM fail in many ways, and Python gives the same answers
         return f"numba does not compile the allocator ({type(error).__name__}: {error})".partition("\n")[0]
     return ""
+
+
+def _compiled(former: CachingAllocator) -> Allocator:
+    from memlab.allocator.compiled import CompiledAllocator
+    from memlab.allocator.machine_code import serve
+
+    return CompiledAllocator.of(former, serve(compiles=True))

@@ -1,40 +1,75 @@
 """The rules of `memlab.allocator.caching_allocator` once more, on arrays, for numba: they are 4 times as fast.
 
-Only `memlab.allocator.compiled` imports this file, because numba takes 0.35 s and 120 MB. `CachingAllocator` is the one
-to read: each function here has the name and the steps of one there, and tests hold the two against each other.
-
-numba keeps the machine code beside this file, or in the user's cache directory if that is read-only. Its key knows this
-file and numba's version, but not what is imported; `_SOURCES` makes the other rules part of it.
+Only `memlab.allocator.machine_code` imports this file, and only to compile it. `CachingAllocator` is the one to read:
+each function here has the name and the steps of one there, and tests hold the two against each other.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-from zlib import crc32
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
+from numba.core.cgutils import intp_t, unpack_tuple
+from numba.extending import intrinsic
+from numba.np.arrayobj import make_array, populate_array
 
-from memlab.allocator import protocol, rules
-from memlab.allocator.protocol import EMPTY_CACHE, NO_BLOCK, IntArray
+from memlab.allocator import rules
+from memlab.allocator.protocol import EMPTY_CACHE, MAKE_SPACE, NO_BLOCK
+from memlab.allocator.tables import (
+    ADDRESS,
+    AFTER,
+    ALLOCATED,
+    BEFORE,
+    BLOCKS,
+    CAPTURES,
+    DONE,
+    ENDED,
+    EXISTS,
+    EXPANDS,
+    FIRST,
+    FREE,
+    FREE_SINCE,
+    FULL,
+    GARBAGE,
+    HOLES,
+    IN_ORDER,
+    LAST,
+    LIMIT,
+    LISTS,
+    NO_LIMIT,
+    NUM_ARGUMENTS,
+    NUM_BYTES,
+    NUM_COLUMNS,
+    NUM_FREE,
+    NUM_HOLES,
+    NUM_LISTS,
+    NUM_NUMBERS,
+    NUM_PLACES,
+    NUM_POOL_COLUMNS,
+    NUM_SEARCHES,
+    NUM_UNUSED,
+    NUMBERS,
+    OPERATIONS,
+    PLACES,
+    POOL,
+    POOL_RESERVED,
+    POOL_ROWS,
+    POOLS,
+    REFUSED,
+    RESERVED,
+    RESULTS,
+    SEGMENTS,
+    SLOTS,
+    STATE,
+    TOP,
+    UNMAPPED,
+    UNSPLIT_FROM,
+    UNUSED,
+    WRONG,
+    Tables,
+)
 
-ADDRESS, NUM_BYTES, POOL, STATE, BEFORE, AFTER, FREE_SINCE = range(7)
-"""Columns of `Tables.blocks`."""
-ALLOCATED, FREE, UNMAPPED = range(3)
-"""States of a block. One that is unmapped is a range of an expandable segment that has no pages."""
-UNUSED, IN_ORDER, HOLES, SEGMENTS = range(4)
-"""Rows of `Tables.lists`: places for new blocks; the free blocks by pool, size and address; the unmapped ones by
-address; and free segments while they are returned."""
-POOL_RESERVED, TOP, NUM_SEARCHES, EXISTS = range(4)
-"""Columns of `Tables.pools`."""
-RESERVED, NUM_PLACES, NUM_UNUSED, NUM_FREE, NUM_HOLES, EXPANDS, UNSPLIT_FROM, CAPTURES = range(8)
-"""Places in `Tables.numbers`."""
-DONE, REFUSED, FULL = range(3)
-"""How a call ends: with all operations, at a request that does not fit, or because no place is left for new blocks."""
-NO_LIMIT = -1
-
-_SOURCES = crc32(b"".join(Path(name).read_bytes() for name in (__file__, rules.__file__, protocol.__file__)))
 _ADDRESSES_BYTES = 2**50
 _MAX = np.iinfo(np.int64).max
 _LARGE_SEGMENT_BYTES, _SMALL_SEGMENT_BYTES = rules.LARGE_SEGMENT_BYTES, rules.SMALL_SEGMENT_BYTES
@@ -54,19 +89,6 @@ def _compiled(function: _Function) -> _Function:
 _unsigned = np.uint64
 """An index that cannot be negative: LLVM then moves several entries at a time."""
 _rounded_bytes, _segment_bytes = _compiled(rules.rounded_bytes), _compiled(rules.segment_bytes)
-
-
-class Tables(NamedTuple):
-    """An allocator."""
-
-    blocks: IntArray
-    """A row per block; a block is its place."""
-    lists: IntArray
-    """Rows of blocks, each as wide as there are blocks; how many of them count is in `numbers`."""
-    pools: IntArray
-    """A row per pool, by its number."""
-    numbers: IntArray
-    """What there is one of."""
 
 
 @_compiled
@@ -490,58 +512,71 @@ def _has_places(t: Tables) -> bool:
     return len(t.blocks) - t.numbers[NUM_PLACES] + t.numbers[NUM_UNUSED] >= needed
 
 
-def _with_cache(sources: int) -> Any:
-    """Returns `run`; in numba's cache, the key of a function has the values of its closure's variables."""
+def _make_array_at(_: Any, address: Any, shape: Any) -> Any:
+    """Says how an array of a shape is made at an address, as `numba.carray` makes one with numba's runtime."""
+    array = numba.types.Array(numba.types.int64, len(shape), "C")
 
-    def run(
-        blocks: IntArray,
-        lists: IntArray,
-        pools: IntArray,
-        numbers: IntArray,
-        operations: IntArray,
-        slots: IntArray,
-        limits: tuple[int, int],
-        results: IntArray,
-        first: int,
-    ) -> tuple[int, int]:
-        assert sources
-        t = Tables(blocks, lists, pools, numbers)
-        limit_bytes, garbage_bytes = limits
-        for index in range(first, len(operations)):
-            if not _has_places(t):
-                return FULL, index
-            slot, requested_bytes, stream = operations[index, 0], operations[index, 1], operations[index, 2]
-            if requested_bytes:
-                if limit_bytes != NO_LIMIT and not _makes_space(t, requested_bytes, stream, limit_bytes, garbage_bytes):
-                    return REFUSED, index
-                block = _allocate(t, requested_bytes, stream)
-                slots[slot] = block
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data, sizes = builder.inttoptr(arguments[0], intp_t.as_pointer()), unpack_tuple(builder, arguments[1])
+        strides = [intp_t(8)]
+        for size in reversed(sizes[1:]):
+            strides.insert(0, builder.mul(strides[0], size))
+        made = make_array(array)(context, builder)
+        populate_array(made, data, sizes, strides, intp_t(8), meminfo=None)
+        return made._getvalue()
+
+    return array(numba.types.int64, numba.types.UniTuple(numba.types.int64, len(shape))), generate
+
+
+_array_at: Any = intrinsic(_make_array_at)
+
+
+def _serve(call: int) -> int:
+    """Serves operations; returns how many of them are served then.
+
+    Args:
+        call: The address of what `memlab.allocator.tables` describes.
+    """
+    c = _array_at(call, (NUM_ARGUMENTS,))
+    t = Tables(
+        _array_at(c[BLOCKS], (c[PLACES], NUM_COLUMNS)),
+        _array_at(c[LISTS], (NUM_LISTS, c[PLACES])),
+        _array_at(c[POOLS], (c[POOL_ROWS], NUM_POOL_COLUMNS)),
+        _array_at(c[NUMBERS], (NUM_NUMBERS,)),
+    )
+    operations, rows = _array_at(c[OPERATIONS], (c[LAST], 3)), _array_at(c[RESULTS], (c[LAST], 3))
+    slots, limit_bytes, garbage_bytes = _array_at(c[SLOTS], (_MAX,)), c[LIMIT], c[GARBAGE]
+    for index in range(c[FIRST], c[LAST]):
+        if not _has_places(t):
+            c[ENDED] = FULL
+            return index
+        slot, requested_bytes, stream = operations[index, 0], operations[index, 1], operations[index, 2]
+        block, num_bytes = slot, 0
+        if requested_bytes:
+            if limit_bytes != NO_LIMIT and not _makes_space(t, requested_bytes, stream, limit_bytes, garbage_bytes):
+                c[ENDED] = REFUSED
+                return index
+            if slot != MAKE_SPACE:
+                block = slots[slot] = _allocate(t, requested_bytes, stream)
                 num_bytes = t.blocks[block, NUM_BYTES]
-            elif slot == EMPTY_CACHE:
-                _empty_cache(t)
-                num_bytes = 0
-            else:
-                block = slots[slot]
-                assert block != NO_BLOCK, "what is freed is allocated"
-                slots[slot] = NO_BLOCK
-                num_bytes = t.blocks[block, NUM_BYTES]
-                _free(t, block)
-            results[0, index], results[1, index] = num_bytes, t.numbers[RESERVED]
-        return DONE, len(operations)
-
-    table, row = "int64[:, ::1]", "int64[::1]"
-    arguments = (table, table, table, row, table, row, "UniTuple(int64, 2)", table, "int64")
-    return numba.njit(f"UniTuple(int64, 2)({', '.join(arguments)})", cache=True, **_OPTIONS)(run)
+        elif slot == EMPTY_CACHE:
+            _empty_cache(t)
+        else:
+            block = slots[slot]
+            if block == NO_BLOCK:
+                c[ENDED] = WRONG
+                return index
+            slots[slot] = NO_BLOCK
+            num_bytes = t.blocks[block, NUM_BYTES]
+            _free(t, block)
+        rows[index, 0], rows[index, 1], rows[index, 2] = num_bytes, t.numbers[RESERVED], block
+    c[ENDED] = DONE
+    return c[LAST]
 
 
-run = _with_cache(_SOURCES)
-"""Serves operations from one on; returns how it ends, and the first operation that was not served.
-
-Args:
-    blocks, lists, pools, numbers: Of the `Tables`.
-    operations: Of `Operations`.
-    slots: The block in each slot.
-    limits: What may be reserved, and from where on garbage is collected; or `NO_LIMIT`.
-    results: Gets for each operation the bytes of its block, and the reserved bytes after it.
-    first: The operation to begin with.
-"""
+def assembly() -> tuple[str, str]:
+    """Returns the name of `_serve` in the code that LLVM gets, and this code, after numba's optimization of it."""
+    function = numba.njit(**_OPTIONS | {"no_cpython_wrapper": True})(_serve)
+    function.compile((numba.types.int64,))
+    (result,) = function.overloads.values()
+    return result.fndesc.llvm_func_name, result.library.get_llvm_str()

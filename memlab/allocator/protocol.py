@@ -9,16 +9,21 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable
 from functools import cached_property
-from typing import NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from memlab.allocator.caching_allocator import CachingAllocator
 
 IntArray = npt.NDArray[np.int64]
 NO_BLOCK = -1
 """Stands for a block where there is none."""
 EMPTY_CACHE = -1
 """Stands for a slot in a row of `Operations` that returns what the allocator caches."""
+MAKE_SPACE = -3
+"""Stands for a slot in a row that asks for space, as `Allocator.makes_space` does, and requests nothing."""
 EXCHANGE_POOLS = -2
 """Stands for a slot in a row of a log at which a CUDA graph's capture begins or ends; the stream is 1 where it shares
 the pools of the last one."""
@@ -57,8 +62,11 @@ class Served(NamedTuple):
     """The operations that changed the reserved bytes, and by how much."""
 
 
-class ServesTables(Protocol):
-    """The blocks of one device, for tables of operations."""
+class Allocator(Protocol):
+    """The blocks of one device."""
+
+    log: array[int] | None
+    """If it is set, each request and each free appends its row of `Operations` to it, with the block as the slot."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -79,15 +87,8 @@ class ServesTables(Protocol):
     def copy(self) -> Self:
         """Returns an allocator in the same state, without a log, for requests that may have to be undone."""
 
-    def in_python(self) -> Allocator:
-        """Returns an allocator in this state that goes on one request at a time; blocks keep their numbers."""
-
-
-class Allocator(ServesTables, Protocol):
-    """One that also serves one request at a time."""
-
-    log: array[int] | None
-    """If it is set, each request and each free appends its row of `Operations` to it, with the block as the slot."""
+    def in_python(self) -> CachingAllocator:
+        """Returns an allocator in this state, with this log, that can exchange its pools; blocks keep their numbers."""
 
     def allocate(self, requested_bytes: int, stream: int = 0) -> int:
         """Returns the block that a request gets.
@@ -111,13 +112,3 @@ class Allocator(ServesTables, Protocol):
 
     def empty_cache(self) -> None:
         """Returns the segments or pages in which nothing is allocated to the device, but for those of CUDA graphs."""
-
-    def exchange_pools(self, *, of_same_graph: bool = False) -> None:
-        """Begins the capture of a CUDA graph, or ends it.
-
-        While it lasts, requests are served from pools of the graph, and nothing is returned to the device. Afterwards
-        the graph keeps what its pools have reserved, until the capture of another graph begins.
-
-        Args:
-            of_same_graph: Whether what is captured shares the pools of what was captured last.
-        """

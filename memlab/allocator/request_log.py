@@ -31,14 +31,14 @@ class RequestLog:
         table = np.array(self._entries, dtype=np.int64).reshape(-1, 3)
         # A slot is a number of a block at the time of the log: before the first row, of the same block of the copy.
         blocks = list(range(int(table[:, 0].max(initial=-1)) + 1))
-        allocator: Allocator = self._allocator.copy()
+        allocator = self._allocator.copy()
         exchanges = np.flatnonzero(table[:, 0] == EXCHANGE_POOLS).tolist()
         for first, last in pairwise([-1, *exchanges, len(table)]):
             operations = Operations(table[first + 1 : last])
-            serving = for_operations(len(operations), allocator)
-            if len(serving.run(operations, blocks, limit_bytes).num_bytes) < len(operations):
+            allocator = for_operations(len(operations), allocator)
+            if len(allocator.run(operations, blocks, limit_bytes).num_bytes) < len(operations):
                 return False
-            allocator = serving.in_python()
             if last < len(table):
-                allocator.exchange_pools(of_same_graph=bool(table[last, 2]))
+                allocator = python = allocator.in_python()
+                python.exchange_pools(of_same_graph=bool(table[last, 2]))
         return True

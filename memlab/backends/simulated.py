@@ -31,7 +31,7 @@ from memlab.config.backend_kind import KINDS
 from memlab.config.cublas import has_experts, multiplies_with_torch
 from memlab.config.scenario import Scenario
 from memlab.config.user_buffers import uses_user_buffers
-from memlab.engines.megatron.layers import fake_fp8, fp8_parameters, torch_functions
+from memlab.engines.megatron.layers import attention_workspace, fake_fp8, fp8_parameters, torch_functions
 from memlab.engines.megatron.layers.fake_layers import FakeProvider
 from memlab.engines.megatron.layers.norm_workspace import with_workspace
 from memlab.engines.megatron.layers.own_layers import OwnProvider
@@ -39,6 +39,8 @@ from memlab.engines.megatron.retention.transformer_engine_caches import (
     hold_fake_workspaces,
 )
 from memlab.engines.process_group import join_alone
+from memlab.meter.labels import Labels
+from memlab.meter.protocol import Meter
 from memlab.meter.storage_meter import plain_meter, simulated_meter
 from memlab.upstream.patching import patched, swapped
 
@@ -75,10 +77,17 @@ def of_the_cpu_backend() -> Backend:
 def of_labs_before_0_4() -> Backend:
     """Returns the simulated backend with the bytes of the live labs that memlab measured before its version 0.4.
 
-    Such a lab gave cuBLAS's workspaces to every pipeline stage, and emptied the allocator's cache before its first
-    step. A job does neither.
+    Such a lab gave cuBLAS's workspaces to every pipeline stage, emptied the allocator's cache before its first step,
+    and nearly always followed others in its process, which had had kernels timed. A job does none of it.
     """
-    return replace(backend("predicts a lab of memlab 0.3"), fill_workspaces=_fill_workspaces_as_before_0_4)
+    simulated = backend("predicts a lab of memlab 0.3")
+
+    def meter(labels: Labels) -> Meter:
+        made = simulated.meter(labels)
+        labels.on_timing = None
+        return made
+
+    return replace(simulated, meter=meter, fill_workspaces=_fill_workspaces_as_before_0_4)
 
 
 def predicting(backend_name: str) -> Backend:
@@ -120,6 +129,7 @@ def on_fake_tensors() -> Iterator[None]:
 
 
 _norm_backward = with_workspace(torch_functions.norm_backward)
+_attention_backward = staticmethod(attention_workspace.with_workspace(torch_functions.CausalAttention.backward))
 
 
 @contextmanager
@@ -133,7 +143,11 @@ def on_fake_gpu() -> Iterator[None]:
             BiasSwiGLUFunction.backward
         ),
     }
-    with on_fake_tensors(), patched(allocating), swapped([(torch_functions, "norm_backward", _norm_backward)]):
+    kernels = [
+        (torch_functions, "norm_backward", _norm_backward),
+        (torch_functions.CausalAttention, "backward", _attention_backward),
+    ]
+    with on_fake_tensors(), patched(allocating), swapped(kernels):
         yield
 
 

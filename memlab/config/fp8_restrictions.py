@@ -37,10 +37,12 @@ def check_fp8(
             "of FP8 matrices are stored in bf16: choose dtype 'bf16', or leave fp8_format out",
             *("dtype", "fp8_format"),
         )
-    if architecture.normalization == "LayerNorm" or architecture.add_bias_linear:
+    has_no_fp8 = architecture.normalization == "LayerNorm" or (architecture.add_bias_linear and not architecture.routes)
+    if has_no_fp8 or (architecture.add_bias_linear and state.lora is not None):
+        beside = "" if has_no_fp8 else "adapters and "
         raise RuleError(
-            f"fp8_format is {state.fp8_format!r}, and {architecture.name} has LayerNorm or biases of all matrices, "
-            "which memlab does not predict in FP8: leave fp8_format out",
+            f"fp8_format is {state.fp8_format!r}, and {architecture.name} has {beside}LayerNorm or biases of all "
+            "matrices, which memlab does not predict in FP8: leave fp8_format out",
             "fp8_format",
         )
     if layout.has_whole_sequences:
@@ -49,12 +51,17 @@ def check_fp8(
             "sequence_parallel on, or leave fp8_format out",
             *("fp8_format", "sequence_parallel"),
         )
-    multiple = _multiple_of_sizes(state)
-    for name, size in _sizes(architecture, layout).items():
+    multiple, sizes = _multiple_of_sizes(state), _sizes(architecture, layout)
+    if state.lora is not None and state.lora.library == "mcore_bridge" and not state.fp8_param_gather:
+        # Its adapters are linears of Transformer Engine in the layers' FP8 context, which it leaves for them only
+        # beside FP8 parameters (``LoraParallelLinear`` in ``tuners/lora.py`` of mcore-bridge 1.6.5). Megatron-Bridge's
+        # are Megatron-Core's, which compute in bf16.
+        sizes["lora_rank"] = state.lora.rank
+    for name, size in sizes.items():
         if size % multiple:
             raise RuleError(
                 f"{name} is {size}, must be a multiple of {multiple} under fp8_recipe {state.fp8_recipe!r}: choose "
-                "another model or layout, or leave fp8_format out",
+                f"another {'rank' if name == 'lora_rank' else 'model or layout'}, or leave fp8_format out",
                 *("fp8_format", "fp8_recipe"),
             )
     required = required_multiple_of_tokens(state, layout)

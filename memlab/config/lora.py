@@ -28,14 +28,16 @@ OF_LATENT_ATTENTION = (
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
 )  # fmt: skip
 """Those of latent attention, which has no ``linear_qkv``."""
-EXTRA_LAYER = "mtp.layers.{}.transformer_layer"
-"""A layer of multi-token prediction; megatron-core 0.17 has renamed the transformer layer in it."""
-OUTPUT_LAYER = "output_layer"
+EXTRA_LAYERS = "mtp.layers.{}"
+"""Layers of multi-token prediction."""
+EXTRA_LAYER = f"{EXTRA_LAYERS}.transformer_layer"
+"""The transformer layer in one of them, which megatron-core 0.17 has renamed."""
+JOINING, OUTPUT_LAYER = "eh_proj", "output_layer"
 PARTS = {"linear_qkv": ("linear_q", "linear_k", "linear_v"), "linear_fc1": ("linear_fc1_gate", "linear_fc1_up")}
 """The parts of fused linears: each has an adapter in the canonical form (``CanonicalLoRA`` of Megatron-Bridge)."""
 CANONICAL = (*PARTS["linear_qkv"], "linear_proj", *PARTS["linear_fc1"], "linear_fc2")
 _WHOLE = {part: linear for linear, parts in PARTS.items() for part in parts}
-_ADAPTABLE = (*LINEARS, *OF_LATENT_ATTENTION, OUTPUT_LAYER)
+_ADAPTABLE = (*LINEARS, *OF_LATENT_ATTENTION, JOINING, OUTPUT_LAYER)
 OF_TRANSFORMERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
     "linear_proj": ("o_proj",),
@@ -77,8 +79,8 @@ class LoRA:
     )
     target_modules: tuple[str, ...] = option(
         LINEARS,
-        "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, output_layer, those of latent "
-        "attention such as linear_kv_down_proj, in the canonical "
+        "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, output_layer, eh_proj of "
+        "multi-token prediction, those of latent attention such as linear_kv_down_proj, in the canonical "
         "form linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up, with engine fsdp2 q_proj and the other "
         "names of transformers, or patterns of whole names with asterisks (default: the first four in every layer)",
         choices=LINEARS,
@@ -250,14 +252,6 @@ class LoRA:
             found[linear] = (*found.get(linear, ()), *([] if part is None else [part]))
         return found
 
-    @property
-    def adapts_extra_layers(self) -> bool:
-        """Whether memlab knows which linears of layers of multi-token prediction have adapters.
-
-        Of all linears, the matrix that joins hidden states and embeddings would have one too.
-        """
-        return self.library == "megatron_bridge" and bool(self.target_modules)
-
     def adapted(
         self, number: int, weights: Iterable[Weight], place: str = "decoder.layers.{}"
     ) -> Iterator[tuple[Weight, str]]:
@@ -266,7 +260,8 @@ class LoRA:
         Args:
             number: Of the layer in its model chunk.
             weights: Of the layer.
-            place: Where the layer is in the chunk, `EXTRA_LAYER` for one of multi-token prediction.
+            place: Where the layer is in the chunk; in one of multi-token prediction, `EXTRA_LAYER`, or `EXTRA_LAYERS`
+                for what joins hidden states and embeddings.
         """
         for weight in weights:
             name = f"{place.format(number)}.{weight.name.removesuffix('.weight')}"

@@ -67,7 +67,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     _check_beside_graphs(settings, scenario.state)
     check_engine(settings, scenario.engine)
     check_fp8_settings(settings, scenario.state)
-    _check_megatron(settings)
+    _check_megatron(settings, scenario.state)
     architecture, layers = scenario.architecture, scenario.layers_of_chunks
     num_layers = max(layers)
     if settings.recompute_num_layers is not None and settings.recompute_num_layers > num_layers:
@@ -149,14 +149,29 @@ def _check_beside_graphs(settings: MemorySettings, state: TrainingState) -> None
             "(transformer_config.py): choose selective recompute, or 'full_iteration'",
             *("recompute_granularity", "cuda_graph_impl"),
         )
+    if "moe_router" in (state.cuda_graph_modules or ()) and "moe" in (settings.recompute_modules or ()):
+        raise RuleError(
+            "recompute_modules has 'moe' with 'moe_router' among cuda_graph_modules, which Megatron refuses "
+            "(transformer_config.py): leave one of the two out",
+            *("recompute_modules", "cuda_graph_modules"),
+        )
     for name in ("offload_parameters", "offload_gradients", "offload_optimizer"):
-        if state.cuda_graph_impl != "none" and getattr(settings, name):
-            # A graph has the addresses of what it was captured with.
-            raise RuleError(
-                f"{name} is True with cuda_graph_impl {state.cuda_graph_impl!r}, which memlab does not predict "
-                "together: leave one of the two out",
-                *(name, "cuda_graph_impl"),
-            )
+        if getattr(settings, name):
+            check_beside_addresses(f"{name} is True", state, name)
+
+
+def check_beside_addresses(what: str, state: TrainingState, *fields: str) -> None:
+    """Checks that nothing leaves the device between steps of a job with a CUDA graph, which has its addresses.
+
+    Raises:
+        RuleError: If the job has one; `what` leaves the device.
+    """
+    if state.cuda_graph_impl != "none":
+        raise RuleError(
+            f"{what} with cuda_graph_impl {state.cuda_graph_impl!r}, which memlab does not predict together: leave one "
+            "of the two out",
+            *(*fields, "cuda_graph_impl"),
+        )
 
 
 def _check_checkpointing(settings: MemorySettings, scenario: Scenario) -> None:
@@ -277,13 +292,17 @@ def _check_frozen_layers(settings: MemorySettings, scenario: Scenario) -> None:
             return
 
 
-def _check_megatron(settings: MemorySettings) -> None:
-    for name, one in options_of(MemorySettings).items():
-        value = getattr(settings, name)
-        if value != one.default and (reason := not_in_megatron(one)):
-            raise RuleError(
-                f"{name} is {value}, but {reason}: leave it out, or install megatron-core {one.since_words}", name
-            )
+def _check_megatron(*of_job: MemorySettings | TrainingState) -> None:
+    for own in of_job:
+        options: dict[str, Option] = options_of(type(own))  # type: ignore[arg-type]  # a class is hashable
+        for name, one in options.items():
+            reason = not_in_megatron(one)
+            if reason and getattr(own, name) != one.default:
+                raise RuleError(
+                    f"{name} is {getattr(own, name)}, but {reason}: leave it out, or install megatron-core "
+                    f"{one.since_words}",
+                    name,
+                )
 
 
 def not_in_megatron(option: Option) -> str:

@@ -17,6 +17,7 @@ from memlab.config.from_json import build
 from memlab.config.layout import Layout
 from memlab.config.lora import (
     EXTRA_LAYER,
+    EXTRA_LAYERS,
     LINEARS,
     NAMES_OF_TRANSFORMERS,
     OF_LATENT_ATTENTION,
@@ -752,6 +753,13 @@ class Scenario:
                     f"{model.moe_router_topk}, the experts of a token, by a rule of Megatron-Bridge: choose another",
                     *("lora_rank", "lora_normalize_moe_lora"),
                 )
+            if linear.num_experts and of_bridge and not lora.share_expert_adapters and self.state.fp8_format:
+                raise RuleError(
+                    f"fp8_format is {self.state.fp8_format!r} with lora_share_expert_adapters False, which memlab does "
+                    "not predict together, since Megatron-Bridge's adapters of each expert compute in FP8: leave one "
+                    "of the two out",
+                    *("fp8_format", "lora_share_expert_adapters"),
+                )
             if linear.num_experts and of_bridge and not lora.share_expert_adapters and layout.expert_tensor_size > 1:
                 raise RuleError(
                     f"expert_tensor_parallel_size is {layout.expert_tensor_size}, must be 1 with "
@@ -856,7 +864,7 @@ class Scenario:
         if impl == "none":
             return
         modules = state.cuda_graph_modules or ("attn", "mlp")
-        beside: dict[str, Any] = {"num_moe_experts": self.architecture.routes}
+        beside: dict[str, Any] = {"num_moe_experts": self.architecture.routes and not state.cuda_graph_modules}
         beside |= {"reference_model": state.reference_model != "none", "lora_rank": state.lora is not None}
         # There torch multiplies in layers, with workspaces of cuBLAS for the stream that is captured: not measured.
         beside |= {"dtype": self.dtype == "fp32", "attention_backend": state.attention_backend == "unfused"}
@@ -869,12 +877,33 @@ class Scenario:
         else:
             beside |= {"fp8_format": state.fp8_format, "mtp_num_layers": state.mtp_num_layers}
             beside |= {"packed_sequences": self.packed_sequences is not None and "attn" in modules}
+            if self.architecture.routes:
+                # Graphs of their layers were measured with this dispatcher, and repeat the counts that they captured.
+                beside["moe_token_dispatcher_type"] = state.moe_token_dispatcher_type != "alltoall"
+                beside |= {"moe_expert_capacity_factor": state.moe_expert_capacity_factor is not None}
+                beside |= {"moe_shared_expert_overlap": state.moe_shared_expert_overlap}
+                beside |= {"routing": self.routing.kind == "random"}
+            self._check_modules_of_graphs(modules)
         for name, is_there in beside.items():
             if is_there:
                 raise RuleError(
                     f"cuda_graph_impl is {impl!r} with {name}, which memlab does not predict together: choose 'none', "
                     f"or leave {name} out",
                     *("cuda_graph_impl", name),
+                )
+
+    def _check_modules_of_graphs(self, modules: tuple[str, ...]) -> None:
+        """Checks Megatron's rules (``TransformerConfig.__post_init__``, 0.16.1)."""
+        routes, dense = self.architecture.routes, any(not part.routes for part in self.architecture.feed_forwards)
+        for name, is_wrong, rule, advice in (
+            ("moe_router", not routes, "must be without it where no layer has experts", "leave it out"),
+            ("moe_preprocess", "moe_router" not in modules, "must have 'moe_router' with it", "add 'moe_router'"),
+            ("mlp", not dense, "must be without it where all layers have experts", "choose attn, moe_router or both"),
+        ):
+            if name in modules and is_wrong and self.state.cuda_graph_modules:
+                raise RuleError(
+                    f"cuda_graph_modules has {name!r}, {rule}, by a rule of Megatron-Core: {advice}",
+                    "cuda_graph_modules",
                 )
 
     def _check_experts(self) -> None:
@@ -1099,7 +1128,9 @@ class Scenario:
             for number, layer in enumerate(chunk):
                 for part in self.architecture.parts_of(layer):
                     yield from lora.adapted(number, part.weights())
+        joining = joining_weights(self.architecture.hidden_size, self.architecture.normalization)
         for number in range(self.extra_layers_of_rank):
+            yield from lora.adapted(number, joining, EXTRA_LAYERS)
             for part in self.architecture.parts_of(self.num_layers - 1):
                 yield from lora.adapted(number, part.weights(), EXTRA_LAYER)
         if lora.adapts(OUTPUT_LAYER) and self._has_output_layer:

@@ -545,6 +545,17 @@ class TrainingState:
     )
     """They are on the last pipeline stage, which then has embeddings too, and each is a layer like the model's last
     one, behind two norms and a matrix that joins hidden states and the embeddings of the following tokens."""
+    mtp_detach_heads: bool = option(
+        False,
+        "let the losses of multi-token prediction train its own layers alone",
+        group="",
+        rebuilds="model",
+        megatron="model",
+        needs="mtp_num_layers",
+        since=(0, 19),
+    )
+    """No gradient reaches the model's layers, its embeddings and its output layer from them
+    (``transformer/multi_token_prediction.py``, 0.19.2)."""
     # NeMo-RL and SkyRL do it before DDP's buffers are made.
     freeze_moe_router: bool = option(
         False, "do not train the weight of the router of experts", group="", rebuilds="model"
@@ -569,14 +580,15 @@ class TrainingState:
     it allocate only outside the graphs."""
     cuda_graph_modules: tuple[str, ...] | None = option(
         None,
-        "capture attention, or the MLP, of each layer (default: whole layers)",
+        "capture attention, the MLP, or what is before the experts, of each layer (default: whole layers)",
         group="",
         rebuilds="model",
-        choices=("attn", "mlp"),
+        choices=("attn", "mlp", "moe_router", "moe_preprocess"),
         needs="cuda_graph_impl",
         needs_value="transformer_engine",
     )
-    """Before megatron-core 0.18 ``cuda_graph_scope``. The parts of layers with experts are not predicted."""
+    """Before megatron-core 0.18 ``cuda_graph_scope``. ``moe_router`` ends with the routing map, ``moe_preprocess`` with
+    the rows that are sent to experts. The experts themselves (``moe``) are not predicted."""
 
     # What only the engine fsdp2 reads (engines/fsdp2): names and defaults are NeMo Automodel's where it has them
     # (components/distributed/config.py and parallelizer.py, 36044ad3), and torch's.
@@ -772,7 +784,6 @@ class TrainingState:
         self._check_loss()
         self._check_fp8()
         self._check_lora()
-        self._check_extra_layers()
         ring = self.tp_comm_overlap_ring_exchange
         if not isinstance(ring, (tuple, list)) or any(name not in RING_EXCHANGES for name in ring):
             raise RuleError(
@@ -979,23 +990,11 @@ class TrainingState:
             raise RuleError(
                 f"lora is {shortened(self.lora)}, must be LoRA(...) or None: give LoRA(rank=...)", "lora_rank"
             )
-        if self.fp8_format and (self.fp8_param_gather or self.lora.library != "megatron_bridge"):
-            other = "fp8_param_gather" if self.fp8_param_gather else f"lora_library {self.lora.library!r}"
+        if self.reuse_grad_buf_for_mxfp8_param_ag:
             raise RuleError(
-                f"lora_rank is {self.lora.rank} with fp8_format {self.fp8_format!r} and {other}, which memlab does not "
-                "predict together yet: leave one of the three out, or take Megatron-Bridge's adapters beside a bf16 "
-                "model that computes in FP8",
-                *("lora_rank", "fp8_format"),
-            )
-
-    def _check_extra_layers(self) -> None:
-        lora = self.lora
-        if self.mtp_num_layers is not None and lora is not None and not lora.adapts_extra_layers:
-            raise RuleError(
-                f"mtp_num_layers is {self.mtp_num_layers} with lora_library {lora.library!r} and lora_target_modules "
-                f"{shortened(list(lora.target_modules))}, which memlab does not predict together yet: take "
-                "Megatron-Bridge's adapters of named linears, or leave one of the two out",
-                *("mtp_num_layers", "lora_library", "lora_target_modules"),
+                f"lora_rank is {self.lora.rank} with fp8_param_gather and fp8_recipe 'mxfp8', which memlab does not "
+                "predict together: choose fp8_recipe 'tensorwise' or 'blockwise', or leave fp8_param_gather out",
+                *("lora_rank", "fp8_param_gather", "fp8_recipe"),
             )
 
     @classmethod

@@ -87,7 +87,8 @@ class OutsideTorch:
         context, nccl, most = map(format_bytes, (self.context_and_libraries_bytes, self.nccl_bytes, self.most_bytes))
         buffers = f", {format_bytes(self.user_buffer_bytes)} for user buffers" if self.user_buffer_bytes else ""
         if self.exchange_buffer_bytes:
-            buffers += f", {format_bytes(self.exchange_buffer_bytes)} for buffers of experts, read and not measured,"
+            of_experts = format_bytes(self.exchange_buffer_bytes)
+            buffers += f", {of_experts} for buffers of experts on nodes of eight GPUs or more, read and not measured,"
         return (
             f"outside torch, estimated and not counted above: {context} for CUDA's context and libraries{buffers} and "
             f"{nccl} for NCCL, at most {most} in all; NVLink multicast, a network and an inference engine are not in it"

@@ -10,6 +10,7 @@ from typing import Any
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
+from memlab.config.model_restrictions import not_in_megatron
 from memlab.config.option import options_of, unread
 from memlab.config.pipeline_layout import without_extra_layers
 from memlab.config.scenario import Scenario
@@ -20,7 +21,7 @@ from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.adapters import LORA, PASS_WITHOUT_ADAPTERS
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
-from memlab.jobs.frameworks.keys import CONVERSIONS, Effect, Missing, refusal
+from memlab.jobs.frameworks.keys import CONVERSIONS, SWITCH, Effect, Missing, refusal
 from memlab.jobs.frameworks.user_buffers import complete_user_buffers
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
@@ -216,7 +217,7 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
     if is_megatron:
         _note_latent_attention(reading, architecture)
     if architecture.add_bias_linear and is_megatron:
-        _drop_beside_biases(reading)
+        _drop_beside_biases(reading, architecture)
     if is_megatron and architecture.only_in_transformers:
         raise ValueError(
             f"the job's model is {architecture.name}, whose {architecture.only_in_transformers} memlab does not have "
@@ -260,7 +261,7 @@ def _together(error: RuleError) -> str:
 
 
 _OF_EXTRA_LAYERS: dict[str, tuple[Effect, str]] = {
-    "mtp_detach_heads": ("less", "the heads' gradients end at the model's layers"),
+    "mtp_detach_heads": ("either", "the heads' gradients end at the model's layers, and the last one stays"),
     "mtp_decoder_input_detach": ("less", "the heads' gradients end at the embeddings"),
     "mtp_use_repeated_layer": ("less", "all further tokens are predicted by one layer"),
     "mtp_shared_weights": ("less", "all further tokens are predicted by one layer"),
@@ -280,8 +281,6 @@ def _drop_extra_layers(reading: Reading) -> None:
             and values.get("fp8_recipe", TrainingState().fp8_recipe) == "delayed"
             and values.get("recompute_granularity") == "full"
         ),
-        "these adapters": values.get("lora_rank") is not None
-        and (values.get("lora_library") == "mcore_bridge" or values.get("lora_target_modules") in ((), [])),
         "a pipeline layout that has them on another stage than the loss": bool(re.search("m.*[|]", text or "")),
     }
     found = next((what for what, is_there in beside.items() if is_there), "")
@@ -296,16 +295,25 @@ def _drop_extra_layers(reading: Reading) -> None:
         values["pipeline_model_parallel_layout"] = without_extra_layers(text)
     if values.get("mtp_num_layers"):
         for key in [key for key in reading.entries.by_key if key.rpartition(".")[2] in _OF_EXTRA_LAYERS]:
-            if reading.get(key) not in (None, False, ""):
-                reading.miss(key, *_OF_EXTRA_LAYERS[key.rpartition(".")[2]])
+            name = key.rpartition(".")[2]
+            if reading.get(key) in (None, False, ""):
+                continue
+            option = options_of(TrainingState).get(name)
+            if option is None or not_in_megatron(option):
+                reading.miss(key, *_OF_EXTRA_LAYERS[name])
+            else:
+                reading.take(key, name, SWITCH.read(reading.get(key)))
 
 
-def _drop_beside_biases(reading: Reading) -> None:
-    """Names ms-swift's adapters and FP8 of a model whose matrices have biases, and predicts the model without them."""
+def _drop_beside_biases(reading: Reading, architecture: Architecture) -> None:
+    """Names ms-swift's adapters and FP8 of a model whose matrices have biases, and predicts the model without them.
+
+    FP8 of experts with biases is predicted, but not beside adapters.
+    """
     values = reading.values
-    what: dict[str, tuple[Effect, str]] = {
-        "fp8_format": ("either", "memlab does not predict matrices with biases in FP8, and takes bf16"),
-    }
+    what: dict[str, tuple[Effect, str]] = {}
+    if not architecture.routes or values.get("lora_rank") is not None:
+        what["fp8_format"] = ("either", "memlab does not predict these matrices with biases in FP8, and takes bf16")
     if values.get("lora_library") == "mcore_bridge":
         what["lora_rank"] = ("less", f"{LORA} (memlab has none of ms-swift's beside biases)")
         if values.get("reference_model") == "without_adapters" and values.get("lora_rank") is not None:
@@ -325,8 +333,23 @@ def _complete_exchange(reading: Reading, layout: Layout) -> None:
 
     Megatron-Bridge takes alltoall where a job names no library (``_fallback_to_alltoall`` in
     training/flex_dispatcher_backend.py, 067f987d).
+
+    Raises:
+        CannotStartError: If ``moe_enable_deepep`` is beside another dispatcher or library (transformer_config.py).
     """
     values, option = reading.values, "moe_token_dispatcher_type"
+    asks = any(
+        SWITCH.read(entry.value)
+        for key, entry in reading.entries.by_key.items()
+        if key.rpartition(".")[2] == "moe_enable_deepep" and not entry.is_unknown
+    )
+    for name, default, needed in ((option, "alltoall", "flex"), ("moe_flex_dispatcher_backend", "deepep", "deepep")):
+        if asks and values.get(name, default) != needed:
+            raise CannotStartError(
+                f"moe_enable_deepep is true with {name} {values.get(name, default)}, must have {needed} by a rule of "
+                f"Megatron-Core: choose {needed}, or leave moe_enable_deepep out",
+                name,
+            )
     if values.get(option) != "flex" or values.get("moe_flex_dispatcher_backend") == "hybridep":
         for one in [one for one in reading.not_modelled if one.key.endswith("moe_flex_dispatcher_num_sms")]:
             reading.not_modelled.remove(one)

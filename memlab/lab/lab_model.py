@@ -107,6 +107,7 @@ class LabModel:
         self.make_transfers()
         with self.labels.category("workspace"):
             self.backend.fill_workspaces(self.scenario)
+        self.labels.timed_kernels.clear()  # a job with this model is a process of its own
         self.apply(settings)
         self.replay = replay_of(self.engine, self.labels, self.meter, is_wanted=self._replays)
 
@@ -202,6 +203,7 @@ class LabModel:
             if limit_bytes is not None:
                 meter.device_memory_bytes = limit_bytes
         self.replay.start_over()
+        self.labels.timed_kernels.clear()
         self.num_steps = 0
         self.is_as_built = True
         return True

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 
+from memlab.config.model_restrictions import check_beside_addresses
 from memlab.engines.residency.audit import require_resident
 from memlab.engines.residency.group_usage import GroupUse
 from memlab.engines.residency.own_gradient_moves import Move
@@ -38,7 +39,7 @@ class Residency(LabPart):
             *groups: Some of ``parameters``, ``gradients``, ``optimizer state``. Gradients are dropped, others copied.
 
         Raises:
-            ValueError: If a name is unknown.
+            ValueError: If a name is unknown, or the job has CUDA graphs.
         """
         return self._transfer("offload", groups)
 
@@ -63,6 +64,8 @@ class Residency(LabPart):
 
     def _transfer(self, action: Action, groups: tuple[str, ...]) -> Transfer:
         check_groups(groups)
+        if action == "offload":
+            check_beside_addresses(f"offload is asked for {', '.join(groups)}", self._session.scenario.state)
         return self._session.transfer(action, groups)
 
     def audit_residency(self) -> ResidencyAudit:

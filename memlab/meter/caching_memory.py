@@ -10,10 +10,9 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from memlab.allocator.caching_allocator import CachingAllocator
-from memlab.allocator.choice import for_operations
+from memlab.allocator.choice import for_operations, new_allocator
 from memlab.allocator.pinned import PinnedMemory
-from memlab.allocator.protocol import NO_BLOCK, Allocator, Operations, Served, ServesTables
+from memlab.allocator.protocol import NO_BLOCK, Allocator, Operations, Served
 from memlab.allocator.request_log import RequestLog
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Opening, StorageAllocation
@@ -35,7 +34,7 @@ class CachingMemory:
     """
 
     def __init__(self, labels: Labels, log: EventLog) -> None:
-        self.allocator: Allocator = CachingAllocator()
+        self.allocator = new_allocator(AllocatorSettings())
         self.gathers = KeptGathers(log)
         self.is_special = False
         """Whether the step has done what is not repeated: used pinned memory or a stream of its own, or returned what
@@ -70,7 +69,7 @@ class CachingMemory:
 
     def use_allocator(self, settings: AllocatorSettings) -> None:
         assert not self.allocator.reserved_bytes, "a process has the options that it was started with"
-        self.allocator = CachingAllocator(settings)
+        self.allocator = new_allocator(settings)
 
     def require(self, num_bytes: int) -> None:
         limit_bytes, stream = self._limit_bytes, self._labels.stream
@@ -97,6 +96,12 @@ class CachingMemory:
         block_bytes = self.allocator.num_bytes(block)
         allocation.rounding_bytes = block_bytes - num_bytes
         return block_bytes
+
+    def pass_through(self, num_bytes: int) -> None:
+        """Takes a block and gives it back at once, which leaves nothing but its segment."""
+        self.require(num_bytes)
+        self.allocator.free(self.allocator.allocate(num_bytes, self._labels.stream))
+        self._update_reserved()
 
     def give_back(self, allocation: StorageAllocation) -> None:
         if allocation.block != NO_BLOCK:
@@ -134,15 +139,14 @@ class CachingMemory:
         self.reserved.num_bytes += sum(change for _, change in served.changes)
         return served
 
-    def trial(self, num_operations: int) -> ServesTables:
+    def trial(self, num_operations: int) -> Allocator:
         """Returns what serves so many operations, a copy if a request may not fit; `settle` keeps what was tried."""
-        is_logged = self.allocator.log is not None  # which only the allocator in Python writes
-        allocator = self.allocator if is_logged else for_operations(num_operations, self.allocator)
+        allocator = for_operations(num_operations, self.allocator)
         return allocator.copy() if allocator is self.allocator and self._limit_bytes is not None else allocator
 
-    def settle(self, allocator: ServesTables) -> None:
+    def settle(self, allocator: Allocator) -> None:
         """Goes on from the state of what `trial` has returned."""
-        self.allocator = allocator.in_python()
+        self.allocator = allocator
         self.reserved.num_bytes = allocator.reserved_bytes
 
     def opening(self, live: list[StorageAllocation]) -> Opening:
@@ -210,7 +214,8 @@ class CachingMemory:
     @contextmanager
     def _capture(self, *_: object, pool: object = None, **__: object) -> Iterator[None]:
         """Replaces ``torch.cuda.graph``: what the block allocates is in pools of its own, which stay reserved."""
-        self.allocator.exchange_pools(of_same_graph=pool is not None)
+        self.allocator = python = self.allocator.in_python()
+        python.exchange_pools(of_same_graph=pool is not None)
         self._update_reserved()
         try:
             yield
@@ -219,7 +224,7 @@ class CachingMemory:
                 self.allocator.free(block)
             self._kept_in_graph.clear()
             self._waiting_blocks.clear()
-            self.allocator.exchange_pools()
+            python.exchange_pools()
             self.is_special = True
 
     def record_stream(self, allocation: StorageAllocation | None, stream: int) -> None:

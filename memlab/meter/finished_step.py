@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import compress, count
 from operator import is_not, not_
 
@@ -91,24 +91,25 @@ class FinishedStep:
         self._numbers, self._opened = {}, []
         return True
 
-    def found_by_number(self, numbers: Iterable[int]) -> dict[int, StorageAllocation]:
-        """Returns those of some numbers that a repetition finds."""
+    def found_by_number(self, numbers: npt.NDArray[np.int64]) -> dict[int, StorageAllocation]:
+        """Returns those of some numbers, the smallest first, that a repetition finds."""
         return self._by_number(numbers, self._stay | {old: each for old, _, each in self._replaced or ()})
 
-    def left_by_number(self, numbers: Iterable[int]) -> dict[int, StorageAllocation]:
-        """Returns those of some numbers that a repetition leaves."""
+    def left_by_number(self, numbers: npt.NDArray[np.int64]) -> dict[int, StorageAllocation]:
+        """Returns those of some numbers, the smallest first, that a repetition leaves."""
         return self._by_number(numbers, self._stay | {new: each for _, new, each in self._replaced or ()})
 
     def _by_number(
-        self, numbers: Iterable[int], others: Mapping[int, StorageAllocation]
+        self, numbers: npt.NDArray[np.int64], others: Mapping[int, StorageAllocation]
     ) -> dict[int, StorageAllocation]:
-        first, live = self._num_first, self._left.live
-        of_numbers = ((each, live[each] if each < first else others.get(each)) for each in numbers)
-        return {number: allocation for number, allocation in of_numbers if allocation is not None}
+        num_first, live = int(np.searchsorted(numbers, self._num_first)), self._left.live
+        first, rest = numbers[:num_first].tolist(), numbers[num_first:]
+        is_wanted = np.isin(np.array(list(others), dtype=np.int64), rest)
+        return {number: live[number] for number in first} | dict(compress(others.items(), is_wanted))
 
     def leaves_all(self, numbers: npt.NDArray[np.int64]) -> bool:
         """Whether a repetition leaves the storages of these numbers."""
-        others = numbers[numbers >= self._num_first].tolist()
+        others = numbers[numbers >= self._num_first]
         return len(self.left_by_number(others)) == len(others)
 
     def follow(self, opening: Opening, rows: npt.NDArray[np.int64]) -> None:

@@ -7,7 +7,7 @@ stack is ever read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -54,6 +54,10 @@ class Labels:
         self.on_kernel_end: Callable[[], None] | None = None
         self.on_kept: Callable[[Iterable[torch.Tensor]], None] | None = None
         """Called with the tensors that `kept_by_collective` reports."""
+        self.on_timing: Callable[[int], None] | None = None
+        """Called with the bytes that timing the variants of a kernel takes, where it takes some."""
+        self.timed_kernels: set[Hashable] = set()
+        """Those that have been called since the process began."""
         self.on_other_user: Callable[[torch.Tensor], None] | None = None
         """Called with the tensors that `used_by_another_stream` reports."""
         self.on_record_stream: Callable[[torch.Tensor, int], None] | None = None
@@ -185,6 +189,19 @@ _changing = threading.Lock()
 
 def _active() -> Labels | None:
     return _of_threads.get(threading.get_ident()) or (_of_process[0] if _of_process else None)
+
+
+def timed_at_first_call(kernel: Hashable, num_bytes: int) -> None:
+    """Reports that the variants of a kernel are timed, if it is called for the first time.
+
+    Args:
+        kernel: With all by which variants are chosen.
+        num_bytes: What timing takes of the device's memory.
+    """
+    labels = _active()
+    if labels is not None and labels.on_timing is not None and kernel not in labels.timed_kernels:
+        labels.timed_kernels.add(kernel)
+        labels.on_timing(num_bytes)
 
 
 def is_labelling() -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from memlab.allocator.protocol import NO_BLOCK, ServesTables
+from memlab.allocator.protocol import NO_BLOCK, Allocator
 from memlab.meter.allocations import Event, StorageAllocation, timeline_of_columns
 from memlab.meter.caching_memory import CachingMemory
 from memlab.meter.events import EventLog
@@ -84,9 +84,10 @@ class Repeater:
         period = Period(finished.columns[:, num_opening_events:], [finished.columns.shape[1]])
         if not finished.leaves_all(np.flatnonzero(is_live(finished.columns, finished.columns.shape[1]))):
             return None  # garbage collection has freed something since
-        used = np.flatnonzero(np.bincount(period.storage[period.on_device])).tolist()
+        used = np.flatnonzero(np.bincount(period.storage[period.on_device]))
         opening, self._found = self.memory.opening(left.live), left
-        blocks, allocator = _blocks_of(finished.found_by_number(used)), self.memory.trial(len(period.on_device))
+        count, allocator = finished.columns[6].max() + 1, self.memory.trial(len(period.on_device))
+        blocks = _blocks_of(count, finished.found_by_number(used))
         served = period.run(allocator, [0], blocks, self.memory.limit_bytes)
         if served is None:
             return None
@@ -118,7 +119,8 @@ class Repeater:
         if not objects.keys() | of_passes.keys() >= live:
             return False
         num_operations = times * (len(columns[0]) - ends[-2][0])
-        blocks, allocator = _blocks_of(objects, of_passes), self.memory.trial(num_operations)
+        count = ends[-1][1] + times * (ends[-1][1] - ends[-2][1])
+        blocks, allocator = _blocks_of(count, objects, of_passes), self.memory.trial(num_operations)
         opening, limit_bytes = self.log.opening, self.memory.limit_bytes
         done = repeat(columns, ends, times, allocator, blocks, limit_bytes, len(opening) - 1)
         if done is None:
@@ -147,15 +149,16 @@ class Repeater:
 
     def _commit(
         self,
-        allocator: ServesTables,
-        blocks: Mapping[int, int],
+        allocator: Allocator,
+        blocks: npt.NDArray[np.int64],
         rows: npt.NDArray[np.int64],
         objects: Mapping[int, StorageAllocation],
         of_passes: Mapping[int, tuple[Replay, int]] = MappingProxyType({}),
     ) -> None:
         """Gives allocations, and roles of replayed passes, the blocks that they have after a repetition."""
         self.memory.settle(allocator)
-        for number, block in blocks.items():
+        numbers = np.flatnonzero(blocks != NO_BLOCK)
+        for number, block in zip(numbers.tolist(), blocks[numbers].tolist(), strict=True):
             if number in of_passes:
                 replay, role = of_passes[number]
                 replay.blocks[role] = block
@@ -343,14 +346,18 @@ class Repeater:
 
 
 def _blocks_of(
-    by_number: Mapping[int, StorageAllocation], of_passes: Mapping[int, tuple[Replay, int]] = MappingProxyType({})
-) -> dict[int, int]:
-    """Returns the blocks of storages by their numbers.
+    count: int,
+    by_number: Mapping[int, StorageAllocation],
+    of_passes: Mapping[int, tuple[Replay, int]] = MappingProxyType({}),
+) -> npt.NDArray[np.int64]:
+    """Returns the blocks of storages by their numbers, or `NO_BLOCK`.
 
     Args:
+        count: How many numbers there are.
         by_number: The allocations.
         of_passes: Storages that are roles of replayed passes.
     """
-    blocks = {number: each.block for number, each in by_number.items()}
-    blocks |= {number: each.blocks[role] for number, (each, role) in of_passes.items()}
-    return {number: block for number, block in blocks.items() if block != NO_BLOCK}
+    blocks = np.full(count, NO_BLOCK, dtype=np.int64)
+    blocks[list(by_number)] = [each.block for each in by_number.values()]
+    blocks[list(of_passes)] = [each.blocks[role] for each, role in of_passes.values()]
+    return blocks

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from memlab.allocator.protocol import NO_BLOCK, Operations, Served, ServesTables
+from memlab.allocator.protocol import NO_BLOCK, Allocator, Operations, Served
 from memlab.vocabulary import CATEGORIES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
@@ -84,24 +84,24 @@ class Period:
         return storage + np.where(of_period, starts[len(bases) - 1 - distance * of_period], 0)
 
     def run(
-        self, allocator: ServesTables, bases: Sequence[int], blocks: dict[int, int], limit_bytes: int | None
+        self, allocator: Allocator, bases: Sequence[int], blocks: Columns, limit_bytes: int | None
     ) -> Served | None:
         """Sends its requests to the allocator.
 
         Args:
             allocator: It gets them.
             bases: As for `Period`, until the repetition.
-            blocks: Of all storages on the device, by number; they are changed.
+            blocks: Of all storages, by number, or `NO_BLOCK`; they are changed.
             limit_bytes: The device's; None is no limit.
 
         Returns:
             What the allocator gave; None if a request exceeds the limit.
         """
         operations, places = self.operations
-        numbers = self.numbers(places[0], places[1], bases).tolist()
-        in_slots = [blocks.pop(number, NO_BLOCK) for number in numbers]
+        numbers = self.numbers(places[0], places[1], bases)
+        in_slots = blocks[numbers].tolist()
         served = allocator.run(operations, in_slots, limit_bytes)
-        blocks.update((number, block) for number, block in zip(numbers, in_slots, strict=True) if block != NO_BLOCK)
+        blocks[numbers] = in_slots
         return served if len(served.num_bytes) == len(operations) else None
 
     def again(self, served: Served, bases: Sequence[int], reserved_number: int, *, is_last: bool = False) -> Columns:
@@ -190,8 +190,8 @@ class Repetition(NamedTuple):
     """Periods that were inserted."""
 
     rows: Columns
-    blocks: dict[int, int]
-    """Of the storages that are on the device at the end, by number."""
+    blocks: Columns
+    """Of all storages at the end, by number, or `NO_BLOCK`."""
     moved: dict[int, int]
     """New numbers of storages that are in use at the end, by those of the storages whose places they take."""
     categories: npt.NDArray[np.int64]
@@ -201,8 +201,8 @@ def repeat(
     columns: Columns,
     ends: Sequence[tuple[int, int]],
     times: int,
-    allocator: ServesTables,
-    blocks: dict[int, int],
+    allocator: Allocator,
+    blocks: Columns,
     limit_bytes: int | None,
     reserved_number: int,
 ) -> Repetition | None:
@@ -215,7 +215,7 @@ def repeat(
         ends: Where periods begin, the last one now: rows before, and storages before.
         times: How many.
         allocator: Is changed.
-        blocks: Of all storages on the device, by number; are changed.
+        blocks: Of all storages, those of the repetitions included, by number, or `NO_BLOCK`; are changed.
         limit_bytes: The device's; None is no limit.
         reserved_number: Of the storage that stands for the reserved bytes.
 
@@ -242,20 +242,22 @@ def repeat(
     of_own = _categories_of_own(categories, is_in_use, bases)
     if (of_own < 0).any():
         return None
-    for (_, storage), number in standing.items():  # a later repetition frees it
-        categories[number] = of_own[storage]
+    for (_, of_storage), number in standing.items():  # a later repetition frees it
+        categories[number] = of_own[of_storage]
+    back, storage = np.array(places, dtype=np.int64).reshape(-1, 2).T
     answers: list[Served] = []
     seen: dict[Any, int] = {}
     while len(answers) < times:
-        numbers = _numbers(places, bases)
-        state = allocator.state(blocks.get(number, NO_BLOCK) for number in numbers.values())
+        numbers = np.array(bases)[-1 - back] + storage
+        state = allocator.state(blocks[numbers].tolist())
         if state in seen:
             cycle = answers[seen[state] :]
             skipped = (times - len(answers)) // len(cycle) * len(cycle)
             answers += [cycle[turn % len(cycle)] for turn in range(skipped)]
             bases += [bases[-1] + own * turn for turn in range(1, skipped + 1)]
-            shifted = {number: number + own * skipped for number in numbers.values()}
-            blocks = {shifted.get(number, number): block for number, block in blocks.items()}
+            of_places = blocks[numbers]
+            blocks[numbers] = NO_BLOCK
+            blocks[numbers + own * skipped] = of_places
             seen.clear()
         else:
             seen[state] = len(answers)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from memlab import Lab
-from memlab.allocator import choice
+from memlab.allocator import choice, machine_code
 from memlab.allocator.caching_allocator import CachingAllocator
 from memlab.allocator.compiled import CompiledAllocator
 from memlab.allocator.protocol import NO_BLOCK, Operations
 from memlab.allocator.request_log import RequestLog
 from memlab.commands import doctor
+from memlab.config.allocator_settings import AllocatorSettings
+from memlab.meter import caching_memory
 from memlab.units import MIB
-from tests.unit.allocators import require_equal_answers
+from tests.unit.allocators import compiled_from, require_equal_answers
 
 
 @pytest.mark.parametrize("seeds", [range(first, first + 10) for first in range(0, 80, 10)], ids=str)
@@ -24,13 +27,13 @@ def test_both_allocators_answer_random_tables_alike(seeds: range) -> None:
 
 
 def test_a_freed_slot_without_a_block_is_an_error_of_memlab() -> None:
-    operations, compiled = Operations(np.array([(0, 0, 0)])), CompiledAllocator.of(CachingAllocator())
+    operations, compiled = Operations(np.array([(0, 0, 0)])), compiled_from(CachingAllocator())
     with pytest.raises(AssertionError, match="what is freed is allocated"):
         compiled.run(operations, [NO_BLOCK])
 
 
 def test_a_long_log_is_tried_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "_SOME", 3)
+    monkeypatch.setattr(choice, "_MANY", 3)
     allocator = CachingAllocator()
     log = RequestLog(allocator)
     allocator.free(allocator.allocate(60 * MIB))
@@ -39,16 +42,16 @@ def test_a_long_log_is_tried_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [log.completes_within(limit * MIB) for limit in (99, 100)] == [False, True]
 
 
-def test_without_numba_python_serves_all_and_doctor_says_so(
+def test_without_llvm_python_serves_all_and_doctor_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "numba", None)
-    for name in ("memlab.allocator.compiled", "memlab.allocator.kernels"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "llvmlite", None)
+    monkeypatch.delitem(sys.modules, "memlab.allocator.machine_code", raising=False)
     choice.why_not_compiled.cache_clear()
     try:
         allocator = CachingAllocator()
         assert choice.for_operations(10**9, allocator) is allocator
+        assert isinstance(choice.new_allocator(AllocatorSettings()), CachingAllocator)
         doctor._report(as_json=False)
     finally:
         choice.why_not_compiled.cache_clear()
@@ -56,17 +59,41 @@ def test_without_numba_python_serves_all_and_doctor_says_so(
     assert "ok, but steps of many micro-batches take longer: numba does not compile the allocator (ModuleNotF" in line
 
 
-def test_the_log_of_requests_is_whole_whatever_serves_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Repeated micro-batches are long tables, which the compiled allocator would serve without a log."""
-    logs = {}
-    for first in (choice._MANY, 1):
-        monkeypatch.setattr(choice, "_MANY", first)
-        monkeypatch.setattr(choice, "_SOME", first)
+def test_code_is_kept_and_damaged_code_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read_only, folder = tmp_path / "file" / "folder", tmp_path / "folder"
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(machine_code, "_FOLDERS", (read_only, folder))
+    machine_code._keep("code", b"of a processor")
+    assert machine_code._kept("code") == b"of a processor"
+    assert [path.name for path in folder.iterdir()] == ["code"]
+    content = (folder / "code").read_bytes()
+    for damaged in (b"", content[:-1], content[:-1] + b"R"):
+        (folder / "code").write_bytes(damaged)
+        assert machine_code._kept("code") is None
+
+
+def test_without_kept_code_nothing_is_compiled_for_a_short_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_code, "_FOLDERS", ())
+    machine_code.serve.cache_clear()
+    choice.why_not_compiled.cache_clear()
+    try:
+        assert isinstance(choice.new_allocator(AllocatorSettings()), CachingAllocator)
+    finally:
+        machine_code.serve.cache_clear()
+        choice.why_not_compiled.cache_clear()
+
+
+def test_both_allocators_write_the_same_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of stepped layers, of replayed passes, and of repeated micro-batches."""
+    logs = []
+    for allocator in (CachingAllocator, choice.new_allocator):
+        monkeypatch.setattr(caching_memory, "new_allocator", allocator)
         with Lab("qwen3-moe-tiny", num_layers=2, seq_length=128, num_microbatches=12, backend="simulated") as lab:
             with lab.logging_requests() as log:
                 lab.step()
             assert log is not None
-            logs[first] = log._entries
+            logs.append((type(log._allocator), log._entries))
             lab.step()
-    compiled, python = logs.values()
-    assert compiled == python and len(python) > 1000
+    (python, entries), (compiled, others) = logs
+    assert (python, compiled) == (CachingAllocator, CompiledAllocator)
+    assert entries == others and len(entries) > 1000

@@ -36,6 +36,10 @@ BY_ENGINE = [
 OF_EXPERTS = [row for row in BY_ENGINE if row["routes"]]
 
 
+def of_modules(*modules: str, **others: Any) -> TrainingState:
+    return TrainingState(cuda_graph_impl="transformer_engine", cuda_graph_modules=modules, **others)
+
+
 def predicting(row: dict[str, Any], **graphs: Any) -> Lab:
     """Opens a lab that predicts a measured job, with the tokens that each expert got there."""
     architecture = find_architecture(row["model"]).with_layers(row["num_layers"])
@@ -44,7 +48,7 @@ def predicting(row: dict[str, Any], **graphs: Any) -> Lab:
     return Lab(
         replace(architecture, vocab_size=VOCABULARIES[row["model"]]["vocab_size"]),
         num_layers=row["num_layers"],
-        seq_length=4096,
+        seq_length=row.get("seq_length", 4096),
         num_microbatches=row["num_microbatches"],
         state=TrainingState.of_options(row["state"] | graphs),
         routing=Routing(kind="counts", counts=counts) if counts else Routing(),
@@ -126,9 +130,58 @@ def test_a_graph_of_an_iteration_with_tied_embeddings_is_not_predicted(row: dict
         predicting(row, cuda_graph_impl="full_iteration")
 
 
-@pytest.mark.parametrize("row", OF_EXPERTS, ids=lambda row: row["name"])
+EAGER = [row for row in MEASURED if row["graphs"]["cuda_graph_impl"] == "none"]
+QUICK = "te-moe-1", "te-moe-3-short", "eager-side-short", "eager-own-2"
+"""Of one and of several micro-batches, and with DDP on a stream of its own and without."""
+
+
+@MEASURED_WITH_OLD_CORE
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] * (row["name"] not in QUICK), id=row["name"]) for row in EAGER],
+)
+def test_ddp_on_a_stream_of_its_own_costs_an_eager_step_nothing(row: dict[str, Any]) -> None:
+    """Megatron-LM's ``get_model`` builds DDP so, and autograd adds gradients on that stream then."""
+    with predicting(row) as lab:
+        step = lab.step(settings_of(row))
+    last = row["phases"][-1]
+    assert step.peak_allocated_bytes == pytest.approx(last["peak"], rel=1e-5)
+    assert step.peak_reserved_bytes == pytest.approx(last["reserved_peak"], rel=1e-3)
+
+
+@MEASURED_WITH_OLD_CORE
+@pytest.mark.parametrize(
+    "row",
+    [pytest.param(row, marks=[pytest.mark.slow] * (row["name"] not in QUICK), id=row["name"]) for row in OF_EXPERTS],
+)
+def test_graphs_of_layers_with_experts_have_the_bytes_that_were_measured(row: dict[str, Any]) -> None:
+    """The same. The attention of gpt-oss has 2.6 MiB more than predicted in each step."""
+    modules = tuple(row["graphs"]["cuda_graph_scope"])
+    with predicting(row, cuda_graph_impl="transformer_engine", cuda_graph_modules=modules) as lab:
+        step, later = lab.step(settings_of(row)), lab.step()
+    last = row["phases"][-1]
+    assert later.static_bytes == pytest.approx(last["start"], rel=6e-5)
+    assert later.peak_allocated_bytes == step.peak_allocated_bytes == pytest.approx(last["peak"], rel=5e-5)
+    assert step.peak_reserved_bytes == pytest.approx(last["reserved_peak"], rel=4e-3)
+
+
+def test_shared_experts_and_recomputed_norms_are_in_the_graph_of_a_router() -> None:
+    """Two micro-batches have one capture; a graph without the router has no workspaces of cuBLAS."""
+    static = []
+    for modules in (("attn",), ("attn", "moe_router"), ("attn", "moe_router", "moe_preprocess")):
+        state = of_modules(*modules)
+        with Lab("deepseek-tiny", num_microbatches=2, state=state, backend="simulated") as lab:
+            settings = MemorySettings(recompute_granularity="selective", recompute_modules=("layernorm", "moe_act"))
+            lab.step(settings)
+            step = lab.step(settings)
+            assert step.status == "ok"
+            static.append(step.static_bytes)
+    assert [after - static[0] > 4 * 32 * MIB for after in static[1:]] == [True, True]
+
+
+@pytest.mark.parametrize("row", OF_EXPERTS[:1], ids=lambda row: row["name"])
 def test_graphs_of_layers_reserve_no_more_than_their_bound(row: dict[str, Any]) -> None:
-    """The same; a bound of 20 times what was measured would say nothing either. Experts are outside the graphs."""
+    """A job that has something else too is bounded: 20 times what was measured would say nothing."""
     key = NotModelled("model.cuda_graph_impl", "transformer_engine", "more", "", "line 1")
     with predicting(row) as lab:
         eager = lab.step(settings_of(row)).peak_reserved_bytes or 0
@@ -189,9 +242,35 @@ def test_a_job_says_which_graphs_it_has(lines: str, expected: str, tmp_path: Pat
     assert (named or [job.scenario.state.cuda_graph_impl]) == [expected]
 
 
-def test_a_job_that_megatron_refuses_to_recompute_in_graphs_cannot_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lines", "is_predicted"),
+    [
+        ("cuda_graph_scope: [attn, moe_router, moe_preprocess]", True),
+        ("cuda_graph_scope: [moe_router]", True),
+        ("cuda_graph_scope: [attn, moe]", False),
+        ("cuda_graph_scope: []", False),
+        (
+            "cuda_graph_scope: [moe_router]\n  moe_token_dispatcher_type: flex\n  moe_flex_dispatcher_backend: deepep",
+            False,
+        ),
+    ],
+)
+def test_a_job_with_experts_has_graphs_of_what_is_before_them(lines: str, is_predicted: bool, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
-    graphs = "cuda_graph_impl: transformer_engine\n  cuda_graph_scope: [mlp]\n  recompute_num_layers: 1"
+    file.write_text(
+        "model:\n  hf_model_id: Qwen/Qwen3-30B-A3B\n  expert_model_parallel_size: 8\n"
+        f"  cuda_graph_impl: transformer_engine\n  {lines}\nddp: {{}}\ntrain:\n  train_iters: 1\n"
+    )
+    job = Job.read(file, format_name="bridge", world_size=8)
+    assert job.scenario is not None
+    assert ("model.cuda_graph_impl" not in {one.key for one in job.not_modelled}) == is_predicted
+    assert job.scenario.state.cuda_graph_impl == ("transformer_engine" if is_predicted else "none")
+
+
+@pytest.mark.parametrize("impl", ["transformer_engine", "local"])
+def test_a_job_that_megatron_refuses_to_recompute_in_graphs_cannot_start(impl: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    graphs = f"cuda_graph_impl: {impl}\n  cuda_graph_scope: [mlp]\n  recompute_num_layers: 1"
     file.write_text(
         f"model:\n  hf_model_id: meta-llama/Llama-3.1-8B\n  {graphs}\n  recompute_granularity: full\n"
         "  recompute_method: uniform\nddp: {}\ntrain:\n  train_iters: 1\n"
@@ -231,6 +310,11 @@ def test_a_change_of_settings_or_of_the_workload_captures_again() -> None:
         ),
         ("phi-4-tiny", TrainingState(cuda_graph_impl="transformer_engine", attention_backend="unfused"), "with atten"),
         ("phi-4-tiny", TrainingState.of_options({"cuda_graph_impl": "full_iteration", "lora_rank": 8}), "with lora_r"),
+        ("qwen3-moe-tiny", TrainingState(cuda_graph_impl="transformer_engine"), "with num_moe_experts"),
+        ("qwen3-moe-tiny", of_modules("mlp"), "must be without it where all layers have experts"),
+        ("qwen3-moe-tiny", of_modules("moe_preprocess"), "must have 'moe_router' with it"),
+        ("phi-4-tiny", of_modules("attn", "moe_router"), "must be without it where no layer has experts"),
+        ("qwen3-moe-tiny", of_modules("moe_router", moe_expert_capacity_factor=1.0), "with moe_expert_capacity"),
     ],
 )
 def test_what_is_not_predicted_is_refused(model: str, state: TrainingState, refused: str) -> None:
@@ -246,6 +330,11 @@ def test_graphs_are_never_measured_and_layers_in_them_not_recomputed_as_a_whole(
         pytest.raises(ValueError, match="which Megatron refuses"),
     ):
         lab.step(FULL)
+    with (
+        Lab("qwen3-moe-tiny", state=of_modules("moe_router"), backend="simulated") as lab,
+        pytest.raises(ValueError, match="recompute_modules has 'moe' with 'moe_router'"),
+    ):
+        lab.step(MemorySettings(recompute_granularity="selective", recompute_modules=("moe",)))
 
 
 @pytest.mark.parametrize("group", ["parameters", "gradients", "optimizer"])
@@ -254,3 +343,10 @@ def test_nothing_leaves_the_device_between_steps_with_graphs_which_have_its_addr
     scenario = Scenario.of("phi-4-tiny", state=TrainingState.of_options({"cuda_graph_impl": impl}))
     with pytest.raises(ValueError, match="is True with cuda_graph_impl"):  # gradients leave with the optimizer
         check_on_model(MemorySettings(**{f"offload_{group}": True}), scenario)
+
+
+def test_a_lab_refuses_to_offload_beside_a_graph() -> None:
+    with Lab("phi-4-tiny", state=GRAPH, backend="simulated") as lab:
+        with pytest.raises(ValueError, match="offload is asked for parameters with cuda_graph_impl 'full_iteration'"):
+            lab.offload("parameters")
+        assert lab.step().status == "ok"

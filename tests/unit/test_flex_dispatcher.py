@@ -23,6 +23,8 @@ from memlab.jobs.writing import written
 from memlab.lab.lab import Lab
 from tests.unit.live import FULL
 
+pytestmark = pytest.mark.versions
+
 TOKENS, EXPERTS, CHOSEN, RANKS = 64, 8, 2, 4
 SPREAD: dict[str, Any] = {"layout": Layout(expert_model_parallel_size=RANKS, data_parallel_size=RANKS)}
 DEEP_EP, HYBRID_EP = (
@@ -122,7 +124,7 @@ def test_the_range_outside_torch_has_the_buffers_and_says_that_they_are_read() -
     plain, flex = outside_torch_of(_job(TrainingState(), 16)), outside_torch_of(_job(DEEP_EP, 16))
     assert flex.exchange_buffer_bytes == exchange_buffers(_job(DEEP_EP, 16)).least_bytes
     assert flex.nccl_bytes < plain.nccl_bytes  # no rank sends rows by NCCL
-    assert "for buffers of experts, read and not measured" in str(flex)
+    assert "for buffers of experts on nodes of eight GPUs or more, read and not measured" in str(flex)
     assert "read and not measured" not in str(plain)
 
 
@@ -165,7 +167,29 @@ def test_a_live_lab_refuses_it() -> None:
     ],
 )
 def test_a_script_says_which_library(lines: str, state: TrainingState, tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(
+    job = script(lines, tmp_path)
+    found = job.required()[0].state
+    for name in ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_deepep_num_sms"):
+        assert getattr(found, name) == getattr(state, name)
+    assert not [one.key for one in job.not_modelled if "dispatcher" in one.key or "deepep" in one.key]
+
+
+@pytest.mark.parametrize(
+    ("lines", "rule"),
+    [
+        ("--moe-enable-deepep", "moe_token_dispatcher_type allgather, must have flex by a rule of Megatron-Core"),
+        (
+            "--moe-enable-deepep --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+            "moe_flex_dispatcher_backend hybridep, must have deepep",
+        ),
+    ],
+)
+def test_deepep_without_its_dispatcher_cannot_start(lines: str, rule: str, tmp_path: Path) -> None:
+    assert rule in str(script(lines, tmp_path).cannot_start)
+
+
+def script(lines: str, folder: Path) -> Job:
+    (folder / "run.sh").write_text(
         "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 2048 --ffn-hidden-size 6144 "
         "--num-attention-heads 32 --group-query-attention --num-query-groups 4 --kv-channels 128 --seq-length 4096 "
         "--max-position-embeddings 4096 --position-embedding-type rope --normalization RMSNorm --swiglu "
@@ -173,11 +197,7 @@ def test_a_script_says_which_library(lines: str, state: TrainingState, tmp_path:
         "--num-experts 128 --moe-router-topk 8 --moe-ffn-hidden-size 768 --moe-grouped-gemm --bf16 --vocab-size 151936 "
         f"--expert-model-parallel-size 8 --moe-router-dtype fp32 {lines}"
     )
-    job = Job.read(tmp_path / "run.sh")
-    found = job.required()[0].state
-    for name in ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_deepep_num_sms"):
-        assert getattr(found, name) == getattr(state, name)
-    assert not [one.key for one in job.not_modelled if "dispatcher" in one.key or "deepep" in one.key]
+    return Job.read(folder / "run.sh")
 
 
 @pytest.mark.parametrize(("kind", "is_said"), [("flex", True), ("allgather", False)])

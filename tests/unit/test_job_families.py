@@ -94,21 +94,25 @@ def test_a_written_job_of_gpt_oss_is_read_as_gpt_oss(name: str, tmp_path: Path) 
     assert job.required()[0].architecture == model
 
 
+IN_FP8 = "mixed_precision: bf16_with_fp8_current_scaling_mixed\n"
+ADAPTERS = "peft:\n  _target_: megatron.bridge.peft.lora.LoRA\n"
+
+
 @pytest.mark.parametrize(
-    ("text", "lora", "named"),
+    ("text", "lora", "fp8_format", "named"),
     [
-        ("mixed_precision: bf16_with_fp8_current_scaling_mixed\n", None, ["model.fp8"]),
-        ("peft:\n  _target_: megatron.bridge.peft.lora.LoRA\n  dim: 8\n", LoRA(rank=8), []),
-        ("peft:\n  _target_: megatron.bridge.peft.lora.LoRA\n", LoRA(rank=32), []),
+        (IN_FP8, None, "hybrid", []),
+        (ADAPTERS + "  dim: 8\n", LoRA(rank=8), None, []),
+        (ADAPTERS, LoRA(rank=32), None, []),
     ],
 )
 def test_what_memlab_lacks_beside_biases_is_named(
-    text: str, lora: LoRA | None, named: list[str], tmp_path: Path
+    text: str, lora: LoRA | None, fp8_format: str | None, named: list[str], tmp_path: Path
 ) -> None:
-    """All linears of gpt-oss have biases. The model is then predicted in bf16, and with its adapters."""
+    """All linears of gpt-oss have biases. Beside adapters the model is then predicted in bf16."""
     path = tmp_path / "config.yaml"
     path.write_text(f"model:\n  hf_model_id: openai/gpt-oss-20b\ntrain:\n  global_batch_size: 8\n{text}")
     job = Job.read(path, world_size=8)
     state = job.required()[0].state
-    assert state.lora == lora and state.fp8_format is None
+    assert state.lora == lora and state.fp8_format == fp8_format
     assert [one.key for one in job.not_modelled if one.key in ("model.fp8", "peft")] == named

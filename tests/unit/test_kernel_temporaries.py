@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from memlab import Lab
 from memlab.backends.kernel_temporaries import bytes_of_sum
+from memlab.engines.megatron.layers import attention_workspace
 from memlab.engines.megatron.layers.norm_workspace import bytes_of_workspace
+from tests.unit.inside import inside
+
+pytestmark = pytest.mark.versions
 
 
 @pytest.mark.parametrize(
@@ -52,3 +58,43 @@ def test_a_norms_backward_has_the_workspace_that_an_h200_allocated(
 def test_norms_of_heads_and_few_rows() -> None:
     assert bytes_of_workspace(4096 * 32, 128) == 12 * 132 * 128 * 4  # as an H200 allocated
     assert bytes_of_workspace(64, 128) == 64 // 4 * 128 * 4  # a block takes four rows
+
+
+@pytest.mark.parametrize(
+    ("tokens", "batch", "heads", "groups", "channels", "of_values", "num_bytes"),
+    [
+        (4096, 1, 16, 4, 128, 128, 67371264),
+        (4096, 1, 32, 8, 128, 128, 134742272),
+        (4096, 1, 32, 32, 128, 128, 67633408),
+        (8192, 1, 32, 8, 128, 128, 269484288),
+        (4096, 2, 32, 8, 128, 128, 269484288),
+        (4096, 1, 40, 10, 128, 128, 168427776),
+        (4096, 1, 32, 4, 128, 128, 134742272),
+        (4096, 1, 16, 16, 192, 128, 50594048),
+        (4096, 1, 64, 8, 64, 64, 135266560),
+    ],
+)
+def test_attention_s_backward_has_the_workspace_that_an_h200_allocated(
+    tokens: int, batch: int, heads: int, groups: int, channels: int, of_values: int, num_bytes: int
+) -> None:
+    """The requests of cuDNN's kernel: Transformer Engine 2.16.1, torch 2.11.0+cu130, bf16."""
+    sizes = ((heads, channels), (groups, channels), (groups, of_values))
+    query, key, value = (torch.Size((tokens, batch, *each)) for each in sizes)
+    assert attention_workspace.bytes_of_workspace(query, key, value) == num_bytes
+
+
+def test_the_first_pass_of_experts_leaves_triton_s_buffer_in_the_cache() -> None:
+    """As an H200's first step did: each of three permutations with probabilities and without, and later steps none."""
+    with Lab("qwen3-moe-tiny", num_layers=3, num_microbatches=2, backend="simulated") as lab:
+        labels = inside(lab).model.labels
+        taken: list[int] = []
+        take = labels.on_timing
+        assert take is not None
+        labels.on_timing = lambda num_bytes: (taken.append(num_bytes), take(num_bytes))[1]
+        first = lab.step(warm_up=False)
+        assert taken == [2**28] * 6
+        assert first.peak_reserved_bytes is not None and first.peak_reserved_bytes > 2**28
+        assert lab.step(warm_up=False).status == "ok" and len(taken) == 6
+        with inside(lab).model.job_context():
+            assert inside(lab).model.start_over()
+        assert not labels.timed_kernels, "a model that starts over is that of a new process"

@@ -239,6 +239,7 @@ def test_padded_values_of_packed_rows_by_hand() -> None:
     assert kept(is_padded=True) - kept(is_padded=False) == more
 
 
+@pytest.mark.skipif(MINOR >= 18, reason="megatron-core pads the values itself since 0.18")
 def test_padded_values_change_no_loss() -> None:
     losses = []
     for is_padded in (False, True):
@@ -248,6 +249,15 @@ def test_padded_values_change_no_loss() -> None:
     assert losses[0] == losses[1]
     assert "pad_packed_values" in Scenario.of("phi-4-tiny", state=state, packed_sequences=2).without_effect()
     assert "pad_packed_values" in Scenario.of("deepseek-tiny", state=state).without_effect()
+
+
+def test_a_megatron_core_that_pads_them_is_never_taken_for_one_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memlab.engines.megatron.megatron_versions.PADS_PACKED_VALUES", True)
+    job: dict[str, Any] = {"num_layers": 2, "seq_length": 64, "packed_sequences": 4, "backend": "cpu"}
+    with pytest.raises(ValueError, match="pad_packed_values is False with packed_sequences, must be True, since the"):
+        Lab("deepseek-tiny", **job)
+    with Lab("deepseek-tiny", **job, state=TrainingState(pad_packed_values=True)) as lab:
+        assert lab.step().status == "ok"
 
 
 def test_flash_attn_takes_padded_rows_of_latent_attention() -> None:

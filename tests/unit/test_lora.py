@@ -15,7 +15,7 @@ from memlab.backends import cpu
 from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config import model_restrictions
 from memlab.config.layout import Layout
-from memlab.config.lora import CANONICAL, LoRA
+from memlab.config.lora import CANONICAL, LINEARS, LoRA
 from memlab.config.parameters import kept_bytes, trained_of_rank
 from memlab.config.parts.part import Weight
 from memlab.config.scenario import Scenario
@@ -37,6 +37,9 @@ TINY: dict[str, Any] = {"num_layers": 2, "seq_length": 64}
 LORA = TrainingState(lora=LoRA(rank=8))
 OF_EACH_EXPERT = TrainingState(lora=LoRA(rank=4, library="mcore_bridge", target_modules=("*experts*",)))
 OF_PARTS = TrainingState(lora=LoRA(rank=8, target_modules=CANONICAL, normalize_moe_lora=True))
+OF_MS_SWIFT = LoRA(
+    rank=4, library="mcore_bridge", enable_input_require_grads=True, target_modules=(*LINEARS, "eh_proj")
+)
 GROUPED = TrainingState(
     lora=LoRA(rank=8, target_modules=("*experts*",), share_expert_adapters=False), optimizer_cpu_offload=True
 )
@@ -90,13 +93,37 @@ def test_an_option_of_the_adapters_is_one_of_the_state() -> None:
             "lora_exclude_modules",
             "must be a list of names",
         ),
-        ({"lora_rank": 8, "fp8_format": "e4m3", "fp8_param_gather": True}, "lora_rank", "and fp8_param_gather"),
+        (
+            {
+                "lora_rank": 8,
+                "fp8_format": "e4m3",
+                "fp8_recipe": "mxfp8",
+                "fp8_param_gather": True,
+                "reuse_grad_buf_for_mxfp8_param_ag": True,
+            },
+            "lora_rank",
+            "with fp8_param_gather and fp8_recipe 'mxfp8'",
+        ),
     ],
 )
 def test_a_broken_rule_is_named(options: dict[str, Any], field: str, message: str) -> None:
     with pytest.raises(RuleError) as error:
         TrainingState.of_options(options)
     assert message in str(error.value) and error.value.fields[0] == field and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        (LoRA(rank=8, library="mcore_bridge"), "lora_rank is 8, must be a multiple of 16 under fp8_recipe"),
+        (LoRA(rank=16, share_expert_adapters=False), "with lora_share_expert_adapters False"),
+    ],
+)
+def test_what_adapters_cannot_be_in_fp8_is_refused(lora: LoRA, words: str) -> None:
+    """Beside FP8 parameters ms-swift's compute in bf16, and have any rank."""
+    with pytest.raises(RuleError, match=words):
+        Scenario.of("qwen3-30b-a3b", state=TrainingState(fp8_format="e4m3", lora=lora))
+    assert Scenario.of("phi-4", state=TrainingState(fp8_format="e4m3", fp8_param_gather=True, lora=LoRA(rank=8)))
 
 
 @pytest.mark.parametrize(
@@ -263,11 +290,14 @@ def test_adapters_are_counted_by_their_names_and_kinds(lora: dict[str, Any], of_
 
 
 def test_a_layer_that_predicts_tokens_further_on_has_adapters_like_the_model_s() -> None:
-    """Those that Megatron-Bridge 0.6.2 adds: of each linear of the layer with the name, and not of ``eh_proj``."""
+    """Those that Megatron-Bridge 0.6.2 adds: of each linear with the name; of all linears, of ``eh_proj`` too."""
     state = TrainingState(mtp_num_layers=1, lora=LoRA(rank=16, target_modules=("linear_qkv",)))
     assert sum(trained_of_rank(Scenario.of("qwen3-30b-a3b", state=state))) == 49 * 16 * (2048 + 5120)
-    with pytest.raises(RuleError, match="mtp_num_layers is 1 with lora_library"):
-        replace(state, lora=LoRA(target_modules=()))
+    of_attention, joining, output = 2048 + 5120 + 4096 + 2048, 2 * 2048 + 2048, 2048 + 151936
+    every = replace(state, lora=LoRA(rank=16, target_modules=()))
+    assert sum(trained_of_rank(Scenario.of("qwen3-30b-a3b", state=every))) == 16 * (
+        49 * of_attention + joining + output
+    )
 
 
 def test_a_rank_that_is_normalized_is_rounded_up_where_ranks_share_its_rows() -> None:
@@ -299,8 +329,12 @@ def test_megatron_cannot_recompute_what_has_no_adapter_before_it(
         pytest.param(("qwen3-moe-tiny", OF_EACH_EXPERT), marks=pytest.mark.slow),
         ("gpt-oss-tiny", GROUPED),
         ("phi-4-tiny", replace(DROPPED, mtp_num_layers=1)),
+        ("phi-4-tiny", TrainingState(lora=OF_MS_SWIFT, mtp_num_layers=1)),
     ],
-    ids=["shared", "of each expert", "grouped, with biases", "dense, with a layer that predicts tokens further on"],
+    ids=[
+        *("shared", "of each expert", "grouped, with biases", "dense, with a layer that predicts tokens further on"),
+        "ms-swift's, with such a layer",
+    ],
 )
 def both(request: pytest.FixtureRequest) -> list[tuple[StepRecord, StepRecord, int]]:
     """The same steps on the CPU and predicted, and how many weights the device's optimizer updates."""

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.package_info import MINOR
 
+from memlab.backends.simulated import of_the_cpu_backend
+from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
-from memlab.config.lora import LoRA
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.parameters import parameters_of_rank
 from memlab.config.scenario import Scenario
@@ -70,7 +72,6 @@ def test_a_layer_has_two_norms_a_matrix_and_the_model_s_last_layer_by_hand() -> 
     ("values", "words"),
     [
         ({"loss": "logprobs"}, "with loss 'logprobs', must have 'cross_entropy'"),
-        ({"lora": LoRA(rank=8, library="mcore_bridge")}, "with lora_library .mcore_bridge. and lora_target_modules"),
         ({"mtp_num_layers": 0}, "mtp_num_layers is 0, must be a whole number of at least 1"),
     ],
 )
@@ -118,11 +119,12 @@ train:
     ("text", "number", "not_modelled"),
     [
         (f"{MEGATRON} --mtp-num-layers 1", 1, {}),
-        (f"{MEGATRON} --mtp-num-layers 2 --mtp-detach-heads", 2, {"mtp_detach_heads": "less"}),
+        (f"{MEGATRON} --mtp-num-layers 2 --mtp-detach-heads", 2, {"mtp_detach_heads": "either"} if MINOR < 19 else {}),
         (f"{MEGATRON} --mtp-num-layers 1 --fp8-format hybrid", 1, {}),
         (f"{MEGATRON} --mtp-num-layers 1 --fp8-format hybrid {RECOMPUTE} --fp8-recipe blockwise", 1, {}),
         (f"{MEGATRON} --mtp-num-layers 1 --fp8-format hybrid {RECOMPUTE}", None, {"mtp_num_layers": "more"}),
         (f"{SWIFT} --mtp_num_layers 1 --tuner_type full", 1, {}),
+        (f"{SWIFT} --mtp_num_layers 1 --tuner_type lora", 1, {}),
         (f"{VERL} {VERL_OPTION}", None, {VERL_OPTION[1:-2]: "more"}),
         (BRIDGE.format(model="Qwen/Qwen3-30B-A3B", own="mtp_num_layers: 1"), 1, {}),
         (BRIDGE.format(model="Qwen/Qwen3-30B-A3B", own="mtp_num_layers: 0"), None, {}),
@@ -140,3 +142,43 @@ def test_jobs_ask_for_them(tmp_path: Path, text: str, number: int | None, not_mo
     assert job.required()[0].state.mtp_num_layers == number
     found = {one.key: one.effect for one in job.not_modelled if "mtp" in one.key}
     assert found == not_modelled
+
+
+DETACHED = TrainingState(mtp_num_layers=1, mtp_detach_heads=True)
+
+
+@pytest.mark.skipif(MINOR >= 19, reason="megatron-core has it since 0.19")
+def test_an_older_megatron_core_cannot_end_their_gradients_at_the_model() -> None:
+    with pytest.raises(
+        ValueError, match=r"mtp_detach_heads is True, but the installed megatron-core .* install .*0\.19"
+    ):
+        Lab("deepseek-tiny", seq_length=64, state=DETACHED, backend="simulated")
+
+
+@pytest.mark.skipif(MINOR < 19, reason="megatron-core has it since 0.19")
+def test_a_step_whose_extra_losses_end_at_the_model_is_predicted_to_the_byte() -> None:
+    """The output layer's second gradient, and those of hidden states and embeddings, are not made.
+
+    The layer's own hidden states and their gradient, which nothing reads, stay until the next step.
+    """
+    kept, peaks = [], []
+    for state in (DETACHED, EXTRA):
+        for backend in ("cpu", of_the_cpu_backend()):
+            with Lab("deepseek-tiny", seq_length=64, state=state, backend=backend) as lab:
+                lab.step()
+                step = lab.step()
+                kept.append(step.static_bytes)
+                peaks.append(step.peak_allocated_bytes - step.static_bytes)
+    hidden_bytes = 2 * 64 * ARCHITECTURES["deepseek-tiny"].hidden_size
+    assert kept[0] - kept[2] == kept[1] - kept[3] == 2 * hidden_bytes
+    assert peaks[0] == peaks[1] < peaks[2] == peaks[3]
+
+
+def test_a_job_has_the_option_where_the_installed_megatron_core_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("memlab.config.model_restrictions._megatron_version", lambda: (0, 19))
+    (tmp_path / "run.sh").write_text(f"{MEGATRON} --mtp-num-layers 1 --mtp-detach-heads")
+    job = Job.read(tmp_path / "run.sh", world_size=8)
+    assert job.required()[0].state.mtp_detach_heads
+    assert "mtp_detach_heads" not in {one.key for one in job.not_modelled}

@@ -105,6 +105,7 @@ def test_what_nothing_reads_is_named_by_its_rule() -> None:
     assert reasons == {
         "cross_entropy_fusion_impl": "only cross_entropy_loss_fusion reads it",
         "cuda_graph_modules": "only cuda_graph_impl 'transformer_engine' reads it",
+        "mtp_detach_heads": "only mtp_num_layers reads it",
         **dict.fromkeys(
             ("moe_pad_expert_input_to_capacity", "moe_token_drop_policy"), "only moe_expert_capacity_factor reads it"
         ),

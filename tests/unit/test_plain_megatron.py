@@ -201,6 +201,10 @@ def test_gkd_on_one_rank_needs_no_group_for_the_loss() -> None:
             assert stated.total_bytes <= row["ranks"][0]["steps"][-1]["outside_torch_bytes"] <= stated.most_bytes
 
 
+OF_MS_SWIFT = (
+    "lora_rank=8 lora_dropout=0.05 lora_library=mcore_bridge lora_enable_input_require_grads=True "
+    "gradient_accumulation_fusion=True moe_permute_fusion=False"
+)
 ADAPTERS_OF_TWO = [json.loads(row) for row in (RESULTS / "h200x2_plain_megatron_lora.jsonl").read_text().splitlines()]
 
 
@@ -248,14 +252,20 @@ def test_a_predicted_rank_is_that_of_the_frameworks_adapters(layout: str, words:
             "llama-3.1-8b 2 layers one rank x1 lora_rank=32 lora_target_modules=linear_fc1+linear_fc2 fp8_format=e4m3 "
             "fp8_recipe=blockwise"
         ),
+        f"qwen3-30b-a3b 2 layers one rank x1 {OF_MS_SWIFT} fp8_param_gather=True fp8_format=e4m3 fp8_recipe=blockwise",
+        f"llama-3.1-8b 2 layers one rank x1 {OF_MS_SWIFT.replace('8', '16', 1)} fp8_format=e4m3 fp8_recipe=blockwise",
+        (
+            "qwen3-30b-a3b 2 layers one rank x1 "
+            + OF_MS_SWIFT.replace(" ", " lora_target_modules=linear_qkv+linear_proj+linear_fc1+linear_fc2+eh_proj ", 1)
+            + " mtp_num_layers=1"
+        ),
     ],
 )
-def test_a_predicted_step_is_that_of_megatron_bridge_s_adapters(name: str) -> None:
-    """The largest errors of all 92 rows without FP8 are 0.012 % of the peak and 0.045 % of the start.
+def test_a_predicted_step_is_that_of_the_frameworks_adapters(name: str) -> None:
+    """The largest errors of all 92 rows of Megatron-Bridge without FP8 are 0.012 % of the peak and 0.045 % of the start.
 
-    Of the 12 rows in FP8, dense models are within 0.010 and 0.018 %. Of experts, what torch leaves unsplit behind their
-    FP8 weights is within 0.098 and 0.178 % in five rows: where Triton tunes the permutation's kernels, it takes 256 MiB
-    for a moment, which the weights of the first layer then get.
+    Of those in FP8, dense models are within 0.010 and 0.018 %. Of experts, what torch leaves unsplit behind their FP8
+    weights is within 0.098 and 0.178 % in five rows.
     """
     measured, predicted = ADAPTERS[name]["ranks"][0]["steps"][-1], predict_rank(ADAPTERS[name], 0)
     assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-4)
@@ -340,6 +350,19 @@ def test_steps_with_fp8_gathers_peak_between_the_prediction_and_what_torch_may_k
     ]
     assert min(kept) > -3e-4 * predicted.peak_allocated_bytes
     assert more_than * 2**20 < max(kept) <= predicted.kept_gather_bytes
+
+
+OF_BIASES = [json.loads(row) for row in (RESULTS / "h200_plain_megatron_gpt_oss_fp8.jsonl").read_text().splitlines()]
+
+
+@MEASURED_WITH_OLD_CORE
+@pytest.mark.parametrize("number", [3, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 1, 2, 4, 5, 6))])
+def test_a_predicted_step_has_the_biases_of_experts_in_fp8_of_the_measured_one(number: int) -> None:
+    """Other processes used that GPU too, so that what the rows say of memory outside torch is too much."""
+    job = OF_BIASES[number]
+    measured, predicted = job["ranks"][0]["steps"][-1], predict_rank(job, 0)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1.2e-4)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1.2e-4)
 
 
 FULL_RECOMPUTE = "recompute_granularity=full recompute_method=uniform recompute_num_layers=1"

@@ -98,6 +98,6 @@ def test_reserved_peaks_of_activation_offload_are_those_of_an_h200() -> None:
         for settings, reserved_bytes in measured.items():
             record = lab.step(settings)
             assert record.peak_reserved_bytes == pytest.approx(reserved_bytes, rel=0.004), settings
-            allocator = inside(lab).model.meter.storages.memory.allocator  # type: ignore[attr-defined]
+            allocator = inside(lab).model.meter.storages.memory.allocator.in_python()  # type: ignore[attr-defined]
             of_streams = sum(pool.reserved_bytes for number, pool in allocator.pools.items() if number > 1)
             assert of_streams == of_reloads[settings] * MIB, "as the H200's snapshot has them"

@@ -8,9 +8,10 @@ save for backward is then Megatron-Core's, on every backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from memlab.config.lora import EXTRA_LAYER, OUTPUT_LAYER, LoRA, rows_of_part
+from memlab.config.lora import EXTRA_LAYER, EXTRA_LAYERS, OUTPUT_LAYER, LoRA, rows_of_part
+from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
 from memlab.config.scenario import Scenario
 from memlab.engines.megatron.megatron_versions import name_of_inner_layer
@@ -42,22 +44,34 @@ def add_adapters(model: GPTModel, scenario: Scenario, provider: Any, chunk: int)
     assert lora is not None, "the caller asks only for adapters that there are"
     for parameter in model.parameters():
         parameter.requires_grad = False
-    for number, layer in enumerate(scenario.chunks_of_rank[chunk]):
-        for part in scenario.architecture.parts_of(layer):
-            for weight, name in lora.adapted(number, part.weights()):
-                _wrap(model, weight, name, scenario, provider())
-    for number, layer in enumerate(model.mtp.layers if model.mtp_process else ()):
-        inner = name_of_inner_layer(layer)
-        for part in scenario.architecture.parts_of(scenario.num_layers - 1):
-            for weight, name in lora.adapted(number, part.weights(), EXTRA_LAYER):
-                _wrap(model, weight, name.replace("transformer_layer", inner), scenario, provider())
-    if model.post_process and lora.adapts(OUTPUT_LAYER):
-        _wrap(model, scenario.architecture.output_weight, OUTPUT_LAYER, scenario, provider())
+    for weight, name in [*_adapted(model, scenario, chunk)]:
+        _wrap(model, weight, name, scenario, provider())
     if model.post_process and scenario.state.num_labels is not None:
         # verl makes a critic's head after the adapters (utils/megatron_utils.py, 1dda039b), and ms-swift has PEFT train
         # a copy (``get_modules_to_save`` in swift/megatron/utils/utils.py, 3602360).
         model.output_layer.requires_grad_(True)
-    model.decoder.register_forward_pre_hook(partial(_require_gradient, model.config, lora), with_kwargs=True)
+    if lora.enable_input_require_grads and hasattr(model, "embedding"):
+        # ``enable_input_require_grads`` of transformers, which ms-swift calls: also for multi-token prediction.
+        model.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_(torch.is_grad_enabled()))
+    model.decoder.register_forward_pre_hook(partial(_require_gradient, model.config), with_kwargs=True)
+
+
+def _adapted(model: GPTModel, scenario: Scenario, chunk: int) -> Iterator[tuple[Weight, str]]:
+    """Yields the weights of a chunk's linears that have adapters, with the linears' names, those of layers in order."""
+    architecture, lora = scenario.architecture, scenario.state.lora
+    assert lora is not None, "the caller asks only for adapters that there are"
+    for number, layer in enumerate(scenario.chunks_of_rank[chunk]):
+        for part in architecture.parts_of(layer):
+            yield from lora.adapted(number, part.weights())
+    joining = joining_weights(architecture.hidden_size, architecture.normalization)
+    for number, layer in enumerate(model.mtp.layers if model.mtp_process else ()):
+        inner = name_of_inner_layer(layer)
+        yield from lora.adapted(number, joining, EXTRA_LAYERS)
+        for part in architecture.parts_of(scenario.num_layers - 1):
+            for weight, name in lora.adapted(number, part.weights(), EXTRA_LAYER):
+                yield weight, name.replace("transformer_layer", inner)
+    if model.post_process and lora.adapts(OUTPUT_LAYER):
+        yield architecture.output_weight, OUTPUT_LAYER
 
 
 def _wrap(model: GPTModel, weight: Weight, name: str, scenario: Scenario, provider: Any) -> None:
@@ -68,10 +82,10 @@ def _wrap(model: GPTModel, weight: Weight, name: str, scenario: Scenario, provid
     model.set_submodule(name, AdaptedLinear(model.get_submodule(name), weight, rows, own, model.config, provider))
 
 
-def _require_gradient(config: TransformerConfig, lora: LoRA, _block: Any, args: Any, kwargs: Any) -> Any:
+def _require_gradient(config: TransformerConfig, _block: Any, args: Any, kwargs: Any) -> Any:
     # Megatron's checkpoint runs backward only if one of its inputs requires a gradient, and the output of a frozen
     # embedding does not (`maybe_enable_recompute_inputs_grad` in peft/recompute.py).
-    given, wanted = kwargs.get("hidden_states"), config.recompute_method is not None or lora.enable_input_require_grads
+    given, wanted = kwargs.get("hidden_states"), config.recompute_method is not None
     if not wanted or given is None or given.requires_grad or not torch.is_grad_enabled():
         return None
     return args, kwargs | {"hidden_states": given.detach().requires_grad_(True)}
@@ -329,6 +343,7 @@ class EngineAdapter(torch.nn.Module):
     As ms-swift adds them (``LoraParallelLinear`` in ``tuners/lora.py`` of mcore-bridge 1.6.5): that linear is parallel
     which has the side that the adapted linear splits, and each rank has the other one whole; both, of a linear that it
     has whole. Experts have grouped linears of the class of the adapted one, and no expert tensor parallelism.
+    In FP8 they compute in FP8 too, unless the model's parameters are in FP8.
 
     Args:
         to_wrap: The adapted linear.
@@ -345,21 +360,24 @@ class EngineAdapter(torch.nn.Module):
         outputs, inputs = weight.shape
         self.scale, self.dropout, self.dropout_position = lora.alpha / lora.rank, lora.dropout, lora.dropout_position
         common: dict[str, Any] = {"config": config, "bias": False, "skip_bias_add": False}
+        own = _class_outside_fp8 if config.fp8_param else lambda kind: kind
+        self.leaves_fp8 = bool(config.fp8_param) and own(provider.linear()) is provider.linear()
+        """Whether its linears are Transformer Engine's, which compute in FP8 unless that is switched off."""
         if weight.num_experts:
-            grouped, count = type(to_wrap), to_wrap.num_gemms
+            grouped, count = own(type(to_wrap)), to_wrap.num_gemms
             self.linear_in: Any = grouped(count, inputs, lora.rank, is_expert=True, init_method=_xavier, **common)
             self.linear_out: Any = grouped(count, lora.rank, outputs, is_expert=True, init_method=_zero, **common)
             return
         common["is_expert"] = False
         whole = partial(
-            provider.linear(), parallel_mode="duplicated", skip_weight_param_allocation=False, **common
+            own(provider.linear()), parallel_mode="duplicated", skip_weight_param_allocation=False, **common
         )  # fmt: skip
         if weight.split == 1:
-            parallel = partial(provider.row_parallel_linear(), input_is_parallel=True, **common)
+            parallel = partial(own(provider.row_parallel_linear()), input_is_parallel=True, **common)
             self.linear_in = parallel(inputs, lora.rank, init_method=_xavier)
             self.linear_out = whole(lora.rank, outputs, init_method=_zero)
         else:
-            parallel = partial(provider.column_parallel_linear(), gather_output=False, **common)
+            parallel = partial(own(provider.column_parallel_linear()), gather_output=False, **common)
             self.linear_in = whole(inputs, lora.rank, init_method=_xavier)
             second = whole if weight.split is None else parallel
             self.linear_out = second(lora.rank, outputs, init_method=_zero)
@@ -367,9 +385,20 @@ class EngineAdapter(torch.nn.Module):
     def forward(self, inputs: torch.Tensor, *tokens_per_expert: Any) -> torch.Tensor:
         """Maps [..., inputs] to [..., outputs]; of experts, `tokens_per_expert` rows for each expert in turn."""
         rows = _dropped(inputs, self) if self.dropout_position == "pre" else inputs
-        rows, _ = self.linear_in(rows, *tokens_per_expert)
-        rows, _ = self.linear_out(rows, *tokens_per_expert)
+        with _fp8_switched_off() if self.leaves_fp8 else nullcontext():
+            rows, _ = self.linear_in(rows, *tokens_per_expert)
+            rows, _ = self.linear_out(rows, *tokens_per_expert)
         return (_dropped(rows, self) if self.dropout_position == "post" else rows) * self.scale
+
+
+def _class_outside_fp8(linear: type) -> type:
+    """Returns the class of linears that compute in bf16, where a fake one has another class for FP8."""
+    return getattr(linear, "outside_fp8", linear)
+
+
+def _fp8_switched_off() -> AbstractContextManager[None]:
+    context: AbstractContextManager[None] = import_module("transformer_engine.pytorch").fp8_autocast(enabled=False)
+    return context
 
 
 def _dropped(rows: torch.Tensor, adapter: Any) -> torch.Tensor:

@@ -25,7 +25,8 @@ class MegatronGroups:
 
     def parameters(self) -> list[torch.Tensor]:
         """Returns DDP's buffers of parameters, those of experts included, and the frozen parameters."""
-        tensors = [parameter.data for parameter in self._live.parameters() if not parameter.requires_grad]
+        frozen = (parameter for parameter in self._live.parameters() if not parameter.requires_grad)
+        tensors = [tensor for parameter in frozen for tensor in tensors_of_parameter(parameter)]
         for buffer in self._buffers():
             # Without the distributed optimizer DDP leaves the parameters where they are, and where it gathers in the
             # gradients' buffer.

@@ -1,8 +1,9 @@
-"""CUDA graphs of dense layers by Transformer Engine, in a prediction: what their capture and their replays allocate.
+"""CUDA graphs of layers by Transformer Engine, in a prediction: what their capture and their replays allocate.
 
 A capture runs each layer's own forward and backward in the graphs' pool, in the order in which steps run them. What
 Transformer Engine keeps of them is kept here; a replay computes nothing and allocates nothing but what the rest of the
-layer does. Read in megatron-core 0.16.1 (``TECudaGraphHelper``) and Transformer Engine 2.16.1 (``pytorch/graph.py``).
+layer does. A layer with experts is in a graph up to its router, or up to the rows that are sent to experts. Read in
+megatron-core 0.16.1 (``TECudaGraphHelper``) and Transformer Engine 2.16.1 (``pytorch/graph.py``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.module import GraphableMegatronModule
 
+from memlab.config.cublas import CUBLAS_WORKSPACE_BYTES
 from memlab.engines.megatron.build import LiveModel
 from memlab.meter.repeater import Repeater
 
@@ -36,6 +38,8 @@ class _Graph:
     gradients: list[torch.Tensor | None] = field(default_factory=list)
     """Of the hidden states and of the parameters; Transformer Engine keeps those of the last backward pass."""
     shapes: list[torch.Tensor] = field(default_factory=list)
+    is_trained: list[bool] = field(default_factory=list)
+    """Of each output, whether it has a gradient; how many rows experts get has none."""
     shapes_of_gradients: list[torch.Tensor | None] = field(default_factory=list)
 
     def __call__(self, hidden: torch.Tensor, **others: Any) -> _Tensors:
@@ -55,7 +59,9 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graph: _Graph, *_: torch.Tensor) -> _Tensors:
         ctx.graph = graph
-        return tuple(_uncounted(each) for each in graph.shapes)
+        outputs = tuple(_uncounted(each) if each.is_meta else each.clone() for each in graph.shapes)
+        ctx.mark_non_differentiable(*(each for each, kept in zip(outputs, graph.is_trained, strict=True) if not kept))
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:
@@ -76,6 +82,9 @@ class LayerGraphs:
         self._free: deque[_Arguments] = deque()
         """The inputs of passes whose backward is over."""
         self._angles: torch.Tensor | None = None
+        self._workspaces: list[torch.Tensor] = []
+        """cuBLAS's of the routers in graphs: one for each thread, forward's and autograd's, on the stream of the
+        warm-up, and one for each on the stream that is captured."""
         self._gradients_of_outputs: dict[Any, list[torch.Tensor]] = {}
         """By the shapes of the outputs: a backward pass reads them, and no other runs at the same time."""
         self._has_begun = False
@@ -103,6 +112,7 @@ class LayerGraphs:
         self._graphs.clear()
         self._gradients_of_outputs.clear()
         self._free.clear()
+        self._workspaces.clear()
         self._angles = None
 
     def tensors(self) -> Iterator[torch.Tensor]:
@@ -112,6 +122,7 @@ class LayerGraphs:
             yield from graph.arguments.others.values()
             yield from (each for each in graph.gradients if each is not None)
         yield from chain(*self._gradients_of_outputs.values())
+        yield from self._workspaces
 
     def _static_inputs(self, order: list[int]) -> list[list[list[_Graph]]]:
         """Makes the inputs of all passes in flight; returns the graphs by chunk, pass and layer."""
@@ -146,7 +157,8 @@ class LayerGraphs:
         """Runs each pass once, on a stream of its own. Transformer Engine runs several, which allocate the same."""
         with torch.cuda.stream(torch.cuda.Stream()):
             for graph in chain.from_iterable(chain(*passes) for passes in self._graphs):
-                outputs = _outputs(graph)
+                outputs = _with_gradients(_outputs(graph))
+                self._multiply_with_torch(graph, 2)
                 with _without_gradients(graph) as inputs:
                     torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
                     graph.parameters = [each for each in inputs[1:] if each.grad is not None]
@@ -162,7 +174,9 @@ class LayerGraphs:
                 for graph in next(forward[chunk]):
                     with self._captured():
                         graph.outputs = _outputs(graph)
-                    graph.shapes = [_uncounted(each) for each in graph.outputs]
+                        self._multiply_with_torch(graph, 3)
+                    graph.shapes = [_uncounted(each) if each.is_meta else each for each in graph.outputs]
+                    graph.is_trained = [each.requires_grad for each in graph.outputs]
                 continue
             before: _Graph | None = None
             for graph in reversed(next(backward[chunk])):
@@ -175,14 +189,23 @@ class LayerGraphs:
             last = before
 
     def _capture_backward(self, graph: _Graph) -> None:
-        key = tuple((each.shape, each.dtype) for each in graph.outputs)
+        outputs = _with_gradients(graph.outputs)
+        key = tuple((each.shape, each.dtype) for each in outputs)
         if key not in self._gradients_of_outputs:
-            self._gradients_of_outputs[key] = [torch.empty_like(each) for each in graph.outputs]
+            self._gradients_of_outputs[key] = [torch.empty_like(each) for each in outputs]
         with _without_gradients(graph) as inputs, self._captured():
-            torch.autograd.backward(graph.outputs, self._gradients_of_outputs[key])
+            self._multiply_with_torch(graph, 4)
+            torch.autograd.backward(outputs, self._gradients_of_outputs[key])
+            del outputs
             graph.gradients = [each.grad for each in inputs]
         graph.shapes_of_gradients = [None if each is None else _uncounted(each) for each in graph.gradients]
         graph.outputs = []
+
+    def _multiply_with_torch(self, graph: _Graph, num_workspaces: int) -> None:
+        """Allocates cuBLAS's workspaces until there are so many, if the graph has a router, which torch multiplies."""
+        if graph.layer.is_moe_layer and "moe_router" in (self._live.scenario.state.cuda_graph_modules or ()):
+            while len(self._workspaces) < num_workspaces:
+                self._workspaces.append(torch.empty(CUBLAS_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda"))
 
     @contextmanager
     def _captured(self) -> Iterator[None]:
@@ -208,7 +231,10 @@ def replay_arguments(layer: Any, *given: Any, **named: Any) -> tuple[Any, dict[s
 
 
 def _outputs(graph: _Graph) -> list[torch.Tensor]:
-    outputs = graph.layer(graph.arguments.hidden, **graph.arguments.others)
+    return [*graph.layer(graph.arguments.hidden, **graph.arguments.others)]
+
+
+def _with_gradients(outputs: list[torch.Tensor]) -> list[torch.Tensor]:
     return [each for each in outputs if each.requires_grad]
 
 

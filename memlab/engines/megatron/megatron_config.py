@@ -21,6 +21,8 @@ from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.config.validation import RuleError
+from memlab.engines.megatron import megatron_versions
 from memlab.engines.megatron.routing_draws import RoutingDraws
 
 # Weights stay as they are from step to step: a loss that differs between two settings is then a setting's fault. Adam
@@ -75,12 +77,23 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         **{name: value for name, value in of_parts.items() if name in kind.__dataclass_fields__},
         **settings_fields(settings),
     )
+    _check_padding(scenario)
     # What memlab's own dispatcher and FP8 layers read, which get nothing but the config.
     config.memlab_non_tn_fp8_gemm = scenario.state.non_tn_fp8_gemm
     config.memlab_pads_packed_values = scenario.state.pad_packed_values
     config.memlab_versions = scenario.versions
     config.memlab_routing = RoutingDraws(scenario.routing)
     return config
+
+
+def _check_padding(scenario: Scenario) -> None:
+    has_other_sizes = scenario.packed_sequences is not None and not scenario.architecture.has_kernel_of_flash_attn_2
+    if megatron_versions.PADS_PACKED_VALUES and has_other_sizes and not scenario.state.pad_packed_values:
+        raise RuleError(
+            "pad_packed_values is False with packed_sequences, must be True, since the installed megatron-core pads "
+            "the values of latent attention: choose True, or install megatron-core 0.17 or older",
+            *("pad_packed_values", "packed_sequences"),
+        )
 
 
 def _activation(architecture: Architecture) -> Any:

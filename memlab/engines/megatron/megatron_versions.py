@@ -7,9 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts, moe_utils
+
+PADS_PACKED_VALUES = (MAJOR, MINOR) >= (0, 18)
+"""Whether latent attention pads the values of packed rows to the size of keys (``multi_latent_attention.py``)."""
 
 
 def grouped_experts(linear_fc1: type, linear_fc2: type) -> Any:

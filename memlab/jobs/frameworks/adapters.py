@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from memlab.config.lora import CANONICAL, LINEARS, OF_LATENT_ATTENTION, OUTPUT_LAYER, PARTS
+from memlab.config.lora import CANONICAL, JOINING, LINEARS, OF_LATENT_ATTENTION, OUTPUT_LAYER, PARTS
 from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
@@ -90,14 +90,16 @@ def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> 
         if name in values and values[name] is None:
             values[name] = ()
     reasons, targets = [*lacks], values.get("lora_target_modules")
-    known = ("*", *LINEARS, *OF_LATENT_ATTENTION, *CANONICAL, OUTPUT_LAYER)
+    known = ("*", *LINEARS, *OF_LATENT_ATTENTION, *CANONICAL, JOINING, OUTPUT_LAYER)
     if targets is not None and not all(str(name).endswith(known) for name in targets):
         reasons.append("adapters of other linears")
     is_split = (values.get("tensor_model_parallel_size") or 1) > 1
     if is_split and any(str(name).endswith(OF_LATENT_ATTENTION) for name in targets or ()):
         reasons.append("adapters of latent attention across ranks")
-    if values.get("fp8_format") and (values.get("fp8_param_gather") or values.get("lora_library") == "mcore_bridge"):
-        reasons.append("adapters beside FP8 parameters or in FP8 themselves")
+    if values.get("fp8_param_gather") and values.get("fp8_recipe") == "mxfp8":
+        reasons.append("adapters beside MXFP8 parameters")
+    if values.get("fp8_format") and values.get("lora_share_expert_adapters") is False:
+        reasons.append("adapters of each expert in FP8")
     if reasons:
         reading.miss(key, "less", f"{LORA} (memlab has no {', no '.join(reasons)} here)")
         values["lora_rank"] = None

@@ -1,4 +1,4 @@
-"""CUDA graphs of a job: a graph of a whole iteration and graphs of dense layers are predicted, and others are named."""
+"""CUDA graphs of a job: a graph of a whole iteration and graphs of layers are predicted, and others are named."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
         CannotStartError: If layers are in graphs that Megatron-Core refuses to recompute as a whole.
     """
     for one in reading.not_modelled.copy():
-        section, dot, name = one.key.rpartition(".")
-        impl = one.value if name == _IMPL else _OLD.get(name)
-        if impl not in ("local", _OF_ENGINE):
+        impl = _impl_of(one)
+        if impl is None:
             continue
+        section, dot, _ = one.key.rpartition(".")
         keys = [f"{section}{dot}cuda_graph_{each}" for each in ("scope", "modules")]
         named = {key: modules for key in keys if (modules := _names(reading.get(key)))}
         modules = [module for each in named.values() for module in each]
@@ -34,14 +34,15 @@ def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
             _take(reading, one, _OF_ENGINE)
             for key in named:
                 reading.take(key, "cuda_graph_modules", tuple(modules))
-    if reading.values.get(_IMPL) == _OF_ENGINE and reading.values.get("recompute_granularity") == "full":
+    of_layers = reading.values.get(_IMPL) == _OF_ENGINE or any(_impl_of(one) for one in reading.not_modelled)
+    if of_layers and reading.values.get("recompute_granularity") == "full":
         raise CannotStartError(
-            "recompute_granularity is 'full' with graphs of layers by Transformer Engine, which Megatron-Core refuses "
+            "recompute_granularity is 'full' with CUDA graphs of layers, which Megatron-Core refuses "
             "(transformer_config.py, 0.16.1): choose selective recompute, or a graph of the whole iteration",
             *("recompute_granularity", _IMPL),
         )
     is_tied = architecture.share_embeddings_and_output_weights
-    if reading.values.get(_IMPL) == _WHOLE and (is_tied or _has_other_layers(reading, architecture)):
+    if reading.values.get(_IMPL) == _WHOLE and (is_tied or architecture.routes or _has_other_layers(reading)):
         (given,) = [each for each in reading.taken if each.field == _IMPL]
         reading.taken.remove(given)
         reading.values[_IMPL] = "none"
@@ -52,6 +53,13 @@ def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
         reading.miss(given.key, "more", reason)
 
 
+def _impl_of(one: NotModelled) -> str | None:
+    """Returns which graphs a key asks for, those of Megatron (``local``) or of Transformer Engine; None if none."""
+    name = one.key.rpartition(".")[2]
+    impl = one.value if name == _IMPL else _OLD.get(name)
+    return impl if impl in ("local", _OF_ENGINE) else None
+
+
 def _take(reading: Reading, one: NotModelled, impl: str) -> None:
     reading.not_modelled.remove(one)
     reading.taken = [each for each in reading.taken if each.field != _IMPL]
@@ -59,20 +67,32 @@ def _take(reading: Reading, one: NotModelled, impl: str) -> None:
 
 
 def _is_predicted(reading: Reading, architecture: Architecture, modules: list[str]) -> bool:
-    """Whether memlab predicts graphs of these modules, or of whole layers without any."""
+    """Whether memlab predicts graphs of these modules, or of whole layers without any.
+
+    What is before experts is predicted, but not experts, and not what decides later how many rows they get.
+    """
     values, packs = reading.values, reading.values.get("packed_sequences") is not None
-    if not {*modules} <= {"attn", "mlp"} or (packs and modules != ["mlp"]):
+    predicted = {"attn", "mlp"}
+    if architecture.routes:
+        predicted |= {"moe_router", "moe_preprocess"}
+        names = ("moe_expert_capacity_factor", "moe_shared_expert_overlap")
+        if (
+            not modules
+            or values.get("moe_token_dispatcher_type", "alltoall") != "alltoall"
+            or any(map(values.get, names))
+        ):
+            return False
+    if not {*modules} <= predicted or (packs and "attn" in (modules or ["attn"])):
         return False
     beside = values.get("fp8_format"), values.get("mtp_num_layers")
-    return not any(beside) and not _has_other_layers(reading, architecture)
+    return not any(beside) and not _has_other_layers(reading)
 
 
-def _has_other_layers(reading: Reading, architecture: Architecture) -> bool:
-    """Whether a job has what memlab predicts in no graph: experts, another model, torch's products, or offload."""
+def _has_other_layers(reading: Reading) -> bool:
+    """Whether a job has what memlab predicts in no graph: another model, torch's products, or offload."""
     values = reading.values
     return (
-        architecture.routes
-        or values.get("reference_model", "none") != "none"
+        values.get("reference_model", "none") != "none"
         or values.get("lora_rank") is not None
         or values.get("dtype") == "fp32"
         or values.get("attention_backend") in ("unfused", "local")

@@ -13,12 +13,18 @@ from typing import Any
 
 from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.from_json import parse_json
-from memlab.config.lora import LINEARS, LoRA
+from memlab.config.lora import JOINING, LINEARS, LoRA
 from memlab.config.pipeline_layout import layers_of_pipeline_chunks
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.entries import UNKNOWN, parse_scalar
-from memlab.jobs.frameworks.adapters import PASS_WITHOUT_ADAPTERS, TARGETS, complete_adapters, of_one_kind
+from memlab.jobs.frameworks.adapters import (
+    ALL_LINEAR,
+    PASS_WITHOUT_ADAPTERS,
+    TARGETS,
+    complete_adapters,
+    of_one_kind,
+)
 from memlab.jobs.frameworks.bridge_keys import REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
@@ -33,6 +39,7 @@ from memlab.jobs.frameworks.keys import (
     SWITCH,
     TEXT,
     WHOLE,
+    WORDS,
     Conversion,
     Key,
     Missing,
@@ -286,13 +293,16 @@ def _complete_adapters(reading: Reading) -> None:
 
 
 def _complete_model(reading: Reading, architecture: Architecture) -> None:
-    """Drops frozen parts that the model does not have, and takes the linears of latent attention for all linears."""
+    """Drops frozen parts that the model does not have, and takes those of this model for all linears."""
     drop_frozen_parts(reading, architecture)
     if reading.get("rlhf_type") == "gkd":
         _take_teacher(reading, architecture)
-    if reading.values.get("lora_target_modules") == LINEARS and architecture.multi_latent_attention:
-        names = (weight.name.split(".")[-2] for weight in architecture.parts[0].weights() if weight.is_matrix)
-        reading.values["lora_target_modules"] = tuple(dict.fromkeys((*LINEARS, *names)))
+    named, values = WORDS.read(reading.get("target_modules")), reading.values
+    if values.get("lora_target_modules") == LINEARS and (named is None or ALL_LINEAR in named):
+        of_latents = [weight.name.split(".")[-2] for weight in architecture.parts[0].weights() if weight.is_matrix]
+        names = (*LINEARS, *(of_latents if architecture.multi_latent_attention else ()))
+        names += (JOINING,) if values.get("mtp_num_layers") else ()
+        values["lora_target_modules"] = tuple(dict.fromkeys(names))
         complete_adapters(reading, "tuner_type")
 
 

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.config.versions import Versions
-from memlab.engines.megatron.layers.fake_layers import FakeProvider
+from memlab.engines.megatron.layers.fake_layers import FakeGroupedLinear, FakeGroupedRowLinear, FakeProvider
 from memlab.engines.megatron.layers.fp8_parameters import Fp8Parameter
 from memlab.engines.megatron.layers.fp8_recipes import OF_BLACKWELL, RECIPES, Quantized, Recipe, Splits
 from memlab.engines.megatron.layers.norm_workspace import allocate_workspace
@@ -136,7 +136,9 @@ class _Fp8Module(torch.nn.Module):
 
 
 class Fp8Linear(_Fp8Module, TorchLinear):
-    """A linear without bias."""
+    """A linear, whose bias is returned."""
+
+    outside_fp8: ClassVar[type] = TorchLinear
 
     def __init__(
         self,
@@ -151,17 +153,21 @@ class Fp8Linear(_Fp8Module, TorchLinear):
         # (``transformer/attention.py``); its delayed recipe cannot.
         self.save_original_input = tp_comm_buffer_name == "proj" and config.fp8_recipe != "delayed"
 
-    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Maps [..., input_size] to [..., output_size]."""
-        return _Linear.apply(inputs, self.weight, self, torch.is_grad_enabled()), None
+        return _Linear.apply(inputs, self.weight, self, torch.is_grad_enabled()), self.bias
 
 
 class Fp8ColumnLinear(Fp8Linear, TorchColumnLinear):
     """Each rank makes a part of the output's features."""
 
+    outside_fp8 = TorchColumnLinear
+
 
 class Fp8RowLinear(Fp8Linear, TorchRowLinear):
     """Each rank takes a part of the input's features."""
+
+    outside_fp8 = TorchRowLinear
 
 
 class Fp8NormLinear(_Fp8Module, TorchNormLinear):
@@ -178,22 +184,30 @@ class Fp8NormLinear(_Fp8Module, TorchNormLinear):
 
 
 class Fp8GroupedLinear(_Fp8Module, TorchGroupedLinear):
-    """One linear without bias for each local expert, over rows grouped by expert."""
+    """One linear for each local expert, over rows grouped by expert."""
+
+    outside_fp8: ClassVar[type] = FakeGroupedLinear
 
     def __init__(self, num_gemms: int, *sizes: int, config: TransformerConfig, **options: Any) -> None:
         super().__init__(num_gemms, *sizes, config=config, **options)
         self.keep_fp8(config, num_gemms)
 
-    def forward(self, inputs: torch.Tensor, tokens_per_expert: list[int]) -> tuple[torch.Tensor, None]:
+    def forward(
+        self, inputs: torch.Tensor, tokens_per_expert: list[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor] | None]:
         """Maps [rows, input_size] to [rows, output_size], `tokens_per_expert` rows for each expert in turn."""
         splits = tuple(tokens_per_expert)
         assert sum(splits) == len(inputs), f"{tokens_per_expert} rows for {len(inputs)}"
-        return _GroupedLinear.apply(inputs, self, splits, torch.is_grad_enabled(), *self.parameters()), None
+        weights, biases = self.of_each("weight"), self.of_each("bias") if self.has_bias else []
+        added = [] if self.skip_bias_add else biases
+        output = _GroupedLinear.apply(inputs, self, splits, torch.is_grad_enabled(), *weights, *added)
+        return output, biases if self.skip_bias_add and biases else None
 
 
 class Fp8GroupedRowLinear(Fp8GroupedLinear):
     """The second linear of the experts."""
 
+    outside_fp8 = FakeGroupedRowLinear
     way = "row"
 
 
@@ -355,8 +369,9 @@ class _GroupedLinear(torch.autograd.Function):
         layer: Fp8GroupedLinear,
         splits: Splits,
         is_training: bool,
-        *weights: torch.Tensor,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
+        weights, biases = parameters[: layer.num_gemms], parameters[layer.num_gemms :]
         saves_inputs, is_trained = layer.save_original_input, is_training and weights[0].requires_grad
         quantized = layer.recipe.quantize_rows(splits, inputs.shape[1], columnwise=is_trained and not saves_inputs)
         _held = layer.quantize_weight(columnwise=(is_training and inputs.requires_grad) or _asks_for_columns(layer))
@@ -365,7 +380,7 @@ class _GroupedLinear(torch.autograd.Function):
             quantized.rowwise = []
             saved = Quantized() if saves_inputs or not is_trained else quantized
             _save(ctx, saved, inputs if saves_inputs and is_trained else None, *weights)
-            ctx.layer, ctx.splits, ctx.saves_inputs = layer, splits, saves_inputs
+            ctx.layer, ctx.splits, ctx.saves_inputs, ctx.biases = layer, splits, saves_inputs, biases
         return output
 
     @staticmethod
@@ -374,17 +389,19 @@ class _GroupedLinear(torch.autograd.Function):
         layer, recipe, splits = ctx.layer, ctx.layer.recipe, ctx.splits
         out_width, width = weights[0].shape
         grad_output = grads[0].contiguous()
+        # Added up where each expert's gradient is quantized (``bgrad_quantize``), or before (blockwise).
+        grad_biases = [torch.empty_like(bias) for bias in ctx.biases]
         grad = recipe.quantize_rows(splits, out_width, columnwise=True)
         grad_inputs = grad_output.new_empty((grad_output.shape[0], width))
         layer.complete_weight()
         if not weights[0].requires_grad:
-            return grad_inputs, *[None] * (3 + len(weights))
-        grad_weights = [empty_weight_gradient(weight) for weight in layer.parameters()]
+            return grad_inputs, *[None] * (3 + len(weights) + len(grad_biases))
+        grad_weights = [empty_weight_gradient(weight) for weight in layer.of_each("weight")]
         if ctx.saves_inputs:
             saved = recipe.quantize_rows(splits, width, rowwise=recipe.gathers_rows_only, columnwise=True)
         saved.clear()
         del grad, saved
-        return grad_inputs, None, None, None, *grad_weights
+        return grad_inputs, None, None, None, *grad_weights, *grad_biases
 
 
 def _entered(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memlab.engines.megatron.layers.kernel_timing import time_kernel
 from memlab.meter.labels import one_kernel
 
 
@@ -20,6 +21,7 @@ class _PermuteWithMask(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         row_id_map = _row_id_map(routing_map)
         permuted, permuted_probs = _gather(tokens, probs, row_id_map, num_out_tokens)
+        time_kernel("permute", tokens, probs)
         assert len(permuted) == num_out_tokens, f"{len(permuted)} rows routed, {num_out_tokens} expected"
         ctx.save_for_backward(row_id_map)
         ctx.mark_non_differentiable(row_id_map)
@@ -30,6 +32,7 @@ class _PermuteWithMask(torch.autograd.Function):
         grad_permuted, _, grad_permuted_probs = grads
         (row_id_map,) = ctx.saved_tensors
         grad_tokens, grad_probs = _scatter(grad_permuted, grad_permuted_probs, row_id_map)
+        time_kernel("unpermute", grad_permuted, grad_permuted_probs)
         return grad_tokens, None, None, grad_probs
 
 
@@ -38,12 +41,16 @@ class _UnpermuteWithMask(torch.autograd.Function):
     def forward(ctx: Any, permuted: torch.Tensor, row_id_map: torch.Tensor, restore_shape: torch.Size) -> torch.Tensor:
         ctx.save_for_backward(row_id_map)
         ctx.num_rows = len(permuted)
-        return _scatter(permuted, None, row_id_map)[0]
+        restored = _scatter(permuted, None, row_id_map)[0]
+        time_kernel("unpermute", permuted, None)
+        return restored
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         (row_id_map,) = ctx.saved_tensors
-        return _gather(grads[0], None, row_id_map, ctx.num_rows)[0], None, None
+        of_rows = _gather(grads[0], None, row_id_map, ctx.num_rows)[0]
+        time_kernel("permute", grads[0], None)
+        return of_rows, None, None
 
 
 class _SortChunks(torch.autograd.Function):
@@ -55,6 +62,7 @@ class _SortChunks(torch.autograd.Function):
         sorted_tokens = tokens.index_select(0, row_id_map)
         sorted_probs = None if probs is None else probs.index_select(0, row_id_map)
         ctx.save_for_backward(row_id_map)
+        time_kernel("sort chunks", tokens, probs)
         return sorted_tokens, sorted_probs
 
     @staticmethod
@@ -63,6 +71,7 @@ class _SortChunks(torch.autograd.Function):
         (row_id_map,) = ctx.saved_tensors
         restored = _put_back(grad_tokens, row_id_map)
         restored_probs = _put_back(grad_probs, row_id_map) if ctx.needs_input_grad[3] else None
+        time_kernel("sort chunks", grad_tokens, restored_probs)
         return restored, None, None, restored_probs
 
 

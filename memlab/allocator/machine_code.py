@@ -1,0 +1,97 @@
+"""The machine code of the compiled allocator: numba makes it once, and later LLVM alone loads it.
+
+numba has a cache too, but to read it takes all of numba: 0.35 s and 120 MB. LLVM takes 0.04 s. The code is kept beside
+this file, or in the user's cache directory if that is read-only. Its name knows the rules, LLVM, and the processor.
+"""
+
+from __future__ import annotations
+
+import os
+from ctypes import PYFUNCTYPE, c_int32, c_int64
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+from llvmlite import binding as llvm
+
+from memlab.atomic_files import written_aside
+
+_HERE = Path(__file__).parent
+_FOLDERS = (_HERE / "__pycache__", Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memlab")
+_SOURCES = ("kernels.py", "tables.py", "rules.py", "protocol.py", "machine_code.py")
+_NUM_DIGEST_BYTES = 32
+_engines: list[Any] = []
+"""They own the code."""
+
+
+@cache
+def serve(*, compiles: bool) -> Any:
+    """Returns `memlab.allocator.kernels._serve` for C: the addresses of its answer and of an error come first.
+
+    Args:
+        compiles: Whether it is compiled where no earlier process has kept it. That takes 10 s.
+
+    Raises:
+        LookupError: If nothing is kept, and `compiles` is False.
+        Exception: Whatever numba or LLVM raises where it does not work.
+    """
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    content = b"".join((_HERE / name).read_bytes() for name in _SOURCES)
+    name = sha256(content + repr((llvmlite.__version__, llvm.get_default_triple(), processor)).encode()).hexdigest()
+    code = _kept(f"allocator.{name[:20]}.o")
+    if code is None:
+        if not compiles:
+            raise LookupError("no machine code is kept for this processor")
+        code = _compiled(processor)
+        _keep(f"allocator.{name[:20]}.o", code)
+    symbol, _, content = code.partition(b"\n")
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(processor))
+    engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(content))
+    engine.finalize_object()
+    _engines.append(engine)
+    return PYFUNCTYPE(c_int32, c_int64, c_int64, c_int64)(engine.get_function_address(symbol.decode()))
+
+
+def _compiled(processor: tuple[str, str]) -> bytes:
+    """Returns the name of the function in the object file, a line break, and the object file."""
+    from memlab.allocator.kernels import assembly
+
+    symbol, text = assembly()
+    content: bytes = _target_machine(processor).emit_object(llvm.parse_assembly(text))
+    return symbol.encode() + b"\n" + content
+
+
+def _target_machine(processor: tuple[str, str]) -> Any:
+    """Returns what numba compiles for (numba 0.68.1, ``JITCPUCodegen`` in numba/core/codegen.py)."""
+    target, (name, features) = llvm.Target.from_default_triple(), processor
+    reloc = "static" if target.name.startswith("x86") else "default"
+    return target.create_target_machine(name, features, opt=3, reloc=reloc, codemodel="jitdefault")
+
+
+def _kept(name: str) -> bytes | None:
+    """Returns what an earlier process has kept; None if there is nothing, or it is damaged."""
+    for folder in _FOLDERS:
+        try:
+            content = (folder / name).read_bytes()
+        except OSError:
+            continue
+        digest, code = content[:_NUM_DIGEST_BYTES], content[_NUM_DIGEST_BYTES:]
+        if sha256(code).digest() == digest:
+            return code
+    return None
+
+
+def _keep(name: str, code: bytes) -> None:
+    """Writes a file into the first folder that takes it; without one, the next process compiles again."""
+    for folder in _FOLDERS:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with written_aside(folder / name) as path:
+                path.write_bytes(sha256(code).digest() + code)
+        except OSError:
+            continue
+        return
