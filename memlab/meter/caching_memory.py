@@ -175,11 +175,10 @@ class CachingMemory:
     def logging_requests(self) -> Iterator[RequestLog]:
         """Implements `Meter.logging_requests`."""
         assert self._limit_bytes is None, "with a limit, requests are tried on copies of the allocator"
-        allocator = self.allocator
         try:
-            yield RequestLog(allocator)
+            yield RequestLog(self.allocator)
         finally:
-            allocator.log = None
+            self.allocator.log = None  # it may have taken over from that of the beginning, with the log
 
     def remember(self, live: Callable[[], list[StorageAllocation]]) -> Callable[[], bool]:
         return partial(self._restore, _Remembered.now(self.allocator.copy(), live()), live)

@@ -17,6 +17,8 @@ from memlab.allocator.request_log import RequestLog
 from memlab.commands import doctor
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter import caching_memory
+from memlab.meter.events import EventLog
+from memlab.meter.labels import Labels
 from memlab.units import MIB
 from tests.unit.allocators import compiled_from, require_equal_answers
 
@@ -97,3 +99,16 @@ def test_both_allocators_write_the_same_log(monkeypatch: pytest.MonkeyPatch) -> 
     (python, entries), (compiled, others) = logs
     assert (python, compiled) == (CachingAllocator, CompiledAllocator)
     assert entries == others and len(entries) > 1000
+
+
+def test_a_log_is_whole_and_ends_when_another_allocator_has_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caching_memory, "new_allocator", CachingAllocator)
+    labels = Labels()
+    memory = caching_memory.CachingMemory(labels, EventLog(labels))
+    with memory.logging_requests() as log:
+        monkeypatch.setattr(choice, "_MANY", 1)
+        memory.settle(memory.trial(1))
+        memory.allocator.free(memory.allocator.allocate(MIB))
+    assert isinstance(memory.allocator, CompiledAllocator)
+    memory.allocator.allocate(MIB)
+    assert log is not None and log._entries[1::3].tolist() == [MIB, 0]
