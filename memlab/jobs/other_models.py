@@ -53,8 +53,9 @@ class OtherModel:
     text_provider: dict[str, Any] | None = None
     """The same of the provider of its language model alone; None where that sets what `provider` does."""
     fuses_no_rope: bool = False
-    """Whether Megatron-Bridge switches the fused rotary embedding off, whatever the job says
-    (``validate_rope_fusion_compatibility`` in utils/fusions.py, 067f987d)."""
+    """Whether Megatron-Bridge switches the fused rotary embedding off, whatever the job says, or refuses it
+    (``validate_rope_fusion_compatibility`` in utils/fusions.py and an assertion in
+    models/qwen_vl/modelling_qwen3_vl/rope.py, 067f987d)."""
     frozen_by_bridge: bool = False
     """Whether Megatron-Bridge's provider freezes the language model where a job does not say otherwise."""
 
