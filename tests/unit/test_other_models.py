@@ -156,6 +156,20 @@ def test_a_config_of_an_unknown_family_names_its_sizes(tmp_path: Path) -> None:
     assert common.model["lacks"] == "layers of the kind 'newest'" and common.values["layout"]["data_parallel_size"] == 4
 
 
+def test_sizes_of_a_file_take_the_place_of_layers_that_memlab_lacks(tmp_path: Path) -> None:
+    common = _fields(_job(tmp_path, FP16.replace("--fp16", "--bf16 --squared-relu"), "run.sh"))
+    assert common.models == ("run",) and common.values["layout"]["data_parallel_size"] == 4
+    assert not [name for name in common.model["fields"] if name.startswith(("kv_lora", "v_head", "moe_"))]
+
+
+def test_a_model_that_is_given_takes_the_job_s_place_in_another_type_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _job(tmp_path, FP16, "run.sh")
+    assert main(["job", str(tmp_path / "run.sh"), "--architecture", "llama-3.1-8b", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["of_any_model"]["models"] == ["llama-3.1-8b"]
+
+
 def test_a_job_in_fp16_has_its_fields_and_no_prediction(tmp_path: Path) -> None:
     read = _job(tmp_path, FP16, "run.sh")
     job, common = read(), _fields(read)
