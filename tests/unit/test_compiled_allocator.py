@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,17 @@ def test_code_is_kept_and_damaged_code_is_not_used(monkeypatch: pytest.MonkeyPat
     for damaged in (b"", content[:-1], content[:-1] + b"R"):
         (folder / "code").write_bytes(damaged)
         assert machine_code._kept("code") is None
+
+
+def test_a_user_without_a_home_directory_has_one_folder_for_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    spec = spec_from_file_location("machine_code_again", machine_code.__file__)
+    assert spec is not None and spec.loader is not None
+    again = module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert [folder.name for folder in again._FOLDERS] == ["__pycache__"]
 
 
 def test_without_kept_code_nothing_is_compiled_for_a_short_step(monkeypatch: pytest.MonkeyPatch) -> None:
