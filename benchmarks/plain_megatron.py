@@ -68,7 +68,7 @@ _OPTIONS_OF_STATE = (
 )
 """Fields of Megatron's config of the model that memlab has in its training state."""
 _WITHOUT_EFFECT = ("moe_router_bias_update_rate", "calculate_per_token_loss")
-"""Fields of Megatron's config that change no memory."""
+"""Fields of Megatron's config that change none of the bytes that torch allocates."""
 
 
 def measure(folder: Path, num_ranks: int | None, only: list[str], seconds: float) -> int:

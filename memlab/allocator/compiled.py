@@ -49,7 +49,7 @@ class CompiledAllocator:
 
     @classmethod
     def of(cls, former: CachingAllocator, serve: Any) -> CompiledAllocator:
-        """Returns an allocator in the state of another one."""
+        """Returns an allocator in the state of another one, with its log."""
         table, pools = former.blocks, former.pools
         columns = (table.address, table.num_bytes, table.pool, table.is_free, table.before, table.after)
         blocks = np.array([*columns, table.free_since], dtype=np.int64).T.copy()
@@ -66,7 +66,9 @@ class CompiledAllocator:
         options = (former.settings.expandable_segments, former.unsplit_from_bytes, former.is_capturing)
         counts = (len(blocks), len(table.unused), len(free), len(holes))
         numbers = np.array([table.reserved_bytes, *counts, *options], dtype=np.int64)
-        return cls(former.settings, Tables(blocks, lists, of_pools, numbers), serve)
+        allocator = cls(former.settings, Tables(blocks, lists, of_pools, numbers), serve)
+        allocator.log = former.log
+        return allocator
 
     def in_python(self) -> CachingAllocator:
         former, (blocks, lists, pools, numbers) = CachingAllocator(self._settings), self._tables

@@ -1,7 +1,8 @@
 """The machine code of the compiled allocator: numba makes it once, and later LLVM alone loads it.
 
 numba has a cache too, but to read it takes all of numba: 0.35 s and 120 MB. LLVM takes 0.04 s. The code is kept beside
-this file, or in the user's cache directory if that is read-only. Its name knows the rules, LLVM, and the processor.
+this file, or in the user's cache directory if that is read-only. Its name has a digest of the rules, of the versions of
+numba and LLVM, and of the processor.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 from ctypes import PYFUNCTYPE, c_int32, c_int64
 from functools import cache
 from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from llvmlite import binding as llvm
 from memlab.atomic_files import written_aside
 
 _HERE = Path(__file__).parent
-_FOLDERS = (_HERE / "__pycache__", Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memlab")
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # noqa: PTH111  # that of Path raises
+_FOLDERS = (_HERE / "__pycache__", *([_CACHE / "memlab"] if _CACHE.is_absolute() else []))
+"""A user without a home directory, as in some containers, has only the first."""
 _SOURCES = ("kernels.py", "tables.py", "rules.py", "protocol.py", "machine_code.py")
 _NUM_DIGEST_BYTES = 32
 _engines: list[Any] = []
@@ -41,7 +45,8 @@ def serve(*, compiles: bool) -> Any:
     llvm.initialize_native_asmprinter()
     processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     content = b"".join((_HERE / name).read_bytes() for name in _SOURCES)
-    name = sha256(content + repr((llvmlite.__version__, llvm.get_default_triple(), processor)).encode()).hexdigest()
+    made_with = version("numba"), llvmlite.__version__, llvm.get_default_triple(), processor
+    name = sha256(content + repr(made_with).encode()).hexdigest()
     code = _kept(f"allocator.{name[:20]}.o")
     if code is None:
         if not compiles:

@@ -43,10 +43,15 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     """
 
     def read(architecture: str | Architecture | None, *, fields_only: bool = True) -> Job:
-        ranks = arguments.world_size
-        return job_of(arguments.file, arguments, architecture=architecture, world_size=ranks, fields_only=fields_only)
+        return job_of(
+            arguments.file,
+            arguments,
+            architecture=architecture or arguments.architecture,
+            world_size=arguments.world_size,
+            fields_only=fields_only,
+        )
 
-    job = read(arguments.architecture, fields_only=False)
+    job = read(None, fields_only=False)
     if job.scenario is not None:
         check_engine_of(arguments.as_framework, job.scenario)
 

@@ -73,7 +73,7 @@ class CodeCheck(Goals):
                 audit = lab.audit_residency()
                 if audit.complaints:
                     is_idle = call == lab.offload and audit.device_bytes("gradients") == num_bytes
-                    is_swapped = call == lab.load and not audit.device_bytes("gradients") and hint != _OF_LOAD
+                    is_swapped = what == calls[0][0] and not audit.device_bytes("gradients")
                     action = _IDLE if is_idle else _SWAPPED if is_swapped else hint
                     return self.goal(False, f"after {what}, the audit finds: {audit.complaints[0]}", action)
         return self.goal(True, "after every release and load, every byte of the gradients is where it should be")

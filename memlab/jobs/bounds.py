@@ -12,6 +12,7 @@ from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, copi
 from memlab.config.parts.part import FeedForward, Weight
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.validation import is_whole_number
 from memlab.jobs.bounds_of_fsdp2 import BOUNDS_OF_FSDP2
 from memlab.jobs.frameworks.framework import NotModelled, Reading
 from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS
@@ -70,7 +71,8 @@ def _entropy_of_chunk_bytes(scenario: Scenario, chunk: int = 1024) -> int:
     Log-probabilities, probabilities and their product, in fp32 (``chunked_entropy_from_logits`` in
     skyrl/backends/skyrl_train/utils/torch_utils.py, a9564572).
     """
-    return 3 * 4 * min(chunk * scenario.outputs_of_a_token, _logits(scenario))
+    tokens = chunk * scenario.micro_batch_size  # of each row
+    return 3 * 4 * min(tokens * scenario.outputs_of_a_token, _logits(scenario))
 
 
 def _entropy_of_skyrl_bytes(scenario: Scenario) -> int:
@@ -502,7 +504,7 @@ def bound_bytes(one: NotModelled, scenario: Scenario, settings: MemorySettings) 
     if bound is _layer_graphs_bytes and one.value in ("local", "full_iteration"):
         return None  # Megatron's own graphs of layers, and graphs of experts
     if bound is _entropy_of_chunk_bytes:
-        return _entropy_of_chunk_bytes(scenario, one.value or 1024)
+        return _entropy_of_chunk_bytes(scenario, one.value if is_whole_number(one.value) else 1024)
     if bound is _replayed_routing_bytes:
         if one.most_micro_batches is None:
             return None

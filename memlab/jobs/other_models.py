@@ -23,8 +23,8 @@ _OF_ARCHITECTURE = [
     field.name for field in fields(Architecture) if field.name not in ("gated_linear_unit", "moe_layer_freq")
 ]
 """Fields of a model that a stand-in may have; memlab's experts have gates."""
-_ONLY_LISTED = frozenset(("normalization", "position_embedding_type"))
-"""Fields whose value may be one that memlab's layers do not have: no other field depends on them."""
+_ONLY_LISTED = frozenset(("normalization", "position_embedding_type", "max_position_embeddings"))
+"""Fields whose value may be one that memlab's layers do not have, or goes with such a one."""
 _STANDING = frozenset(_OF_ARCHITECTURE) - _ONLY_LISTED
 _IN_PLACE = {
     "dense": ("llama-3.1-8b", "qwen2.5-14b"),
@@ -53,8 +53,9 @@ class OtherModel:
     text_provider: dict[str, Any] | None = None
     """The same of the provider of its language model alone; None where that sets what `provider` does."""
     fuses_no_rope: bool = False
-    """Whether Megatron-Bridge switches the fused rotary embedding off, whatever the job says
-    (``validate_rope_fusion_compatibility`` in utils/fusions.py, 067f987d)."""
+    """Whether Megatron-Bridge switches the fused rotary embedding off, whatever the job says, or refuses it
+    (``validate_rope_fusion_compatibility`` in utils/fusions.py and an assertion in
+    models/qwen_vl/modelling_qwen3_vl/rope.py, 067f987d)."""
     frozen_by_bridge: bool = False
     """Whether Megatron-Bridge's provider freezes the language model where a job does not say otherwise."""
 
@@ -162,7 +163,11 @@ def of_sizes(values: dict[str, Any], name: str) -> OtherModel:
         values: Fields of `Architecture`, and others.
         name: What the model is called.
     """
-    sizes = {key: values[key] for key in _OF_ARCHITECTURE if values.get(key) is not None}
+    absent = () if values.get("num_moe_experts") else ("moe_",)
+    if not values.get("multi_latent_attention"):
+        absent = (*absent, "q_lora_", "kv_lora_", "qk_head_", "qk_pos_emb_head_", "v_head_")
+    said = [key for key in _OF_ARCHITECTURE if not key.startswith(absent)]
+    sizes = {key: values[key] for key in said if values.get(key) is not None}
     if "num_attention_heads" in sizes:
         sizes.setdefault("num_query_groups", sizes["num_attention_heads"])
     return OtherModel(
@@ -170,7 +175,7 @@ def of_sizes(values: dict[str, Any], name: str) -> OtherModel:
         family="",
         lacks="",
         fields=sizes,
-        source="the job's file",
+        source="the job's file, and its framework's defaults",
         language_model=None,
         provider={},
     )

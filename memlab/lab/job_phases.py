@@ -122,6 +122,7 @@ def phases_of(
     phases.append(_Phase("training step", _held_bytes(trained) + reference + left, asleep, _peaks(trained)))
     phases.append(_Phase("weight sync", between + synced + (gathered or 0) + left, of_sync))
     host = max(trained.host_bytes, trained.host_reserved_bytes or 0) + (teacher.host_bytes if teacher else 0)
+    late = max(record.late_free_bytes for record in (trained, frozen, passed or trained))
     host += frozen.host_bytes + rollout.host_copies_of_shards * trained.peak_by_category.get("parameters", 0)
     most = _most_with_cached(rollout, trained, passed, frozen, generating + left) if rollout.keeps_cache else {}
     return JobPhases(
@@ -148,7 +149,7 @@ def phases_of(
         host_bytes_of_rank=host + reference - reference_between,
         ranks_per_node=min(rollout.ranks_per_node, scenario.layout.world_size),
         reference_bytes=reference,
-        late_free_bytes=max(0 if passed is None else passed.late_free_bytes, trained.late_free_bytes),
+        late_free_bytes=late,
         kept_buffer_bytes=kept,
         teacher_left_bytes=None if teacher is None else left,
     )
@@ -200,7 +201,7 @@ def _most_with_cached(
     if passed is not None:
         own["log-probabilities"] = _most_reserved(passed) + _beside_a_pass(passed.scenario, rollout)
     if frozen.peaks[2] is not None:
-        own["reference model"] = frozen.peaks[2]
+        own["reference model"] = frozen.peaks[2] + frozen.late_free_bytes
     own["training step"] = _most_reserved(trained)
     held = accumulate((max(0, reserved - start) for reserved in own.values()), initial=start)
     return dict(zip(own, islice(held, 1, None), strict=True))

@@ -25,6 +25,8 @@ class ReferencePeaks:
     outside_torch_bytes: int = 0
     """An estimate, of a process of its own."""
     host_bytes: int = 0
+    late_free_bytes: int = 0
+    """As `StepRecord.late_free_bytes`."""
 
     @classmethod
     def of(cls, own: ReferencePass, trained: StepRecord, passed: StepRecord | None, *, replay: bool) -> Self:
@@ -53,6 +55,7 @@ class ReferencePeaks:
                 left_bytes=workspace,
                 outside_torch_bytes=outside_torch_of(scenario).total_bytes,
                 host_bytes=shards or frozen.host_bytes,
+                late_free_bytes=frozen.late_free_bytes,
             )
         is_first = scenario.state.fsdp_version == 1
         on_host = shards if own.is_on_host and is_first else 0
@@ -66,4 +69,5 @@ class ReferencePeaks:
             peaks=tuple(None if peak is None else peak + beside for peak in peaks),  # type: ignore[arg-type]
             left_bytes=left,
             host_bytes=on_host or frozen.host_bytes,
+            late_free_bytes=frozen.late_free_bytes,
         )

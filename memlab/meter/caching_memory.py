@@ -98,8 +98,12 @@ class CachingMemory:
         return block_bytes
 
     def pass_through(self, num_bytes: int) -> None:
-        """Takes a block and gives it back at once, which leaves nothing but its segment."""
-        self.require(num_bytes)
+        """Takes a block and gives it back at once, which leaves nothing but its segment.
+
+        Where the limit leaves no room for it, which a tiny model may have been given, nothing is taken.
+        """
+        if self._limit_bytes is not None and self.allocator.reserved_bytes + num_bytes > self._limit_bytes:
+            return
         self.allocator.free(self.allocator.allocate(num_bytes, self._labels.stream))
         self._update_reserved()
 
@@ -171,11 +175,10 @@ class CachingMemory:
     def logging_requests(self) -> Iterator[RequestLog]:
         """Implements `Meter.logging_requests`."""
         assert self._limit_bytes is None, "with a limit, requests are tried on copies of the allocator"
-        allocator = self.allocator
         try:
-            yield RequestLog(allocator)
+            yield RequestLog(self.allocator)
         finally:
-            allocator.log = None
+            self.allocator.log = None  # it may have taken over from that of the beginning, with the log
 
     def remember(self, live: Callable[[], list[StorageAllocation]]) -> Callable[[], bool]:
         return partial(self._restore, _Remembered.now(self.allocator.copy(), live()), live)

@@ -523,6 +523,12 @@ def test_a_selective_checkpoint_is_written_and_read_again(tmp_path: Path) -> Non
     assert not again.unsaid and Job.read(tmp_path / "again.yaml").required() == (scenario, settings)
 
 
+@pytest.mark.parametrize(("tokens", "is_named"), [(0, False), (4096, True)])
+def test_how_sequences_are_packed_decides_only_where_they_are(tokens: int, is_named: bool, tmp_path: Path) -> None:
+    job = read(tmp_path, f"{{packed_sequence: {{packed_sequence_size: {tokens}, packing_strategy: neat}}}}")
+    assert ("packed_sequence.packing_strategy" in {one.key for one in job.not_modelled}) is is_named
+
+
 def test_a_recipe_that_is_refused_shows_all_that_was_read(tmp_path: Path) -> None:
     """Images, and pipeline stages: the values, and the keys of a class that memlab does not have, by name."""
     own = "model.backend.attn: te, model.text_config.use_cache: true, distributed.multimodal.frozen_sharding: root"

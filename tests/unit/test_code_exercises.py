@@ -172,6 +172,11 @@ WRONG_MOVES = {
         LOAD.replace("storage.resize_(", "buffer.grad_data.zero_(); storage.resize_("),
         "a load calls resize_ with it, and then zero_()",
     ),
+    "a load that works once": (
+        RELEASE,
+        "model.calls = getattr(model, 'calls', 0) + 1\nif model.calls < 4:\n    " + LOAD.strip().replace("\n", "\n    "),
+        "was not brought back to its size. Hint: compare with the first one.",
+    ),
     "load and release swapped": (LOAD, RELEASE, "if it is the release, write check((release, load))"),
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from memlab.allocator.request_log import RequestLog
 from memlab.commands import doctor
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter import caching_memory
+from memlab.meter.events import EventLog
+from memlab.meter.labels import Labels
 from memlab.units import MIB
 from tests.unit.allocators import compiled_from, require_equal_answers
 
@@ -72,6 +75,17 @@ def test_code_is_kept_and_damaged_code_is_not_used(monkeypatch: pytest.MonkeyPat
         assert machine_code._kept("code") is None
 
 
+def test_a_user_without_a_home_directory_has_one_folder_for_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    spec = spec_from_file_location("machine_code_again", machine_code.__file__)
+    assert spec is not None and spec.loader is not None
+    again = module_from_spec(spec)
+    spec.loader.exec_module(again)
+    assert [folder.name for folder in again._FOLDERS] == ["__pycache__"]
+
+
 def test_without_kept_code_nothing_is_compiled_for_a_short_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_code, "_FOLDERS", ())
     machine_code.serve.cache_clear()
@@ -97,3 +111,16 @@ def test_both_allocators_write_the_same_log(monkeypatch: pytest.MonkeyPatch) -> 
     (python, entries), (compiled, others) = logs
     assert (python, compiled) == (CachingAllocator, CompiledAllocator)
     assert entries == others and len(entries) > 1000
+
+
+def test_a_log_is_whole_and_ends_when_another_allocator_has_taken_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(caching_memory, "new_allocator", CachingAllocator)
+    labels = Labels()
+    memory = caching_memory.CachingMemory(labels, EventLog(labels))
+    with memory.logging_requests() as log:
+        monkeypatch.setattr(choice, "_MANY", 1)
+        memory.settle(memory.trial(1))
+        memory.allocator.free(memory.allocator.allocate(MIB))
+    assert isinstance(memory.allocator, CompiledAllocator)
+    memory.allocator.allocate(MIB)
+    assert log is not None and log._entries[1::3].tolist() == [MIB, 0]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import pytest
 
@@ -22,6 +23,7 @@ from memlab.fitting.weight_sync import bytes_of_sync
 from memlab.jobs.job import Job
 from memlab.lab.job_phases import _beside_a_pass, predict_phases
 from memlab.lab.lab import Lab
+from memlab.meter.stream_order import StreamOrder
 from memlab.units import GIB, MIB
 from memlab.views.text.job_phases import phases_table
 
@@ -194,6 +196,21 @@ def test_passes_add_what_they_cache_until_the_weight_sync_empties_it(keeps_cache
     between = found.phases[0].training_bytes
     assert held[2] == held[1] + (alone["training step"] or 0) + found.late_free_bytes - between
     assert "what passes have cached since the weight sync: log-probabilities" in phases_table(found)
+
+
+def test_blocks_of_a_reference_model_that_wait_for_other_streams_count_in_what_torch_may_hold() -> None:
+    job = replace(scenario(num_layers=2, ranks=2, fsdp_version=1), seq_length=64)
+    own = ReferencePass(seq_length=64, is_on_host=True, fp32_shards=True)
+    rollout = Rollout(
+        is_colocated=True, ranks_per_node=2, seq_length=64, bucket_bytes=MIB, sender="verl", reference_pass=own,
+        keeps_cache=True,
+    )  # fmt: skip
+    added = []
+    for has_ended in (True, False):
+        with patch.object(StreamOrder, "has_ended", return_value=has_ended):
+            _, log_probabilities, reference, *_ = predict_phases(job, MemorySettings(), rollout).phases
+        added.append((reference.most_reserved_bytes or 0) - (log_probabilities.most_reserved_bytes or 0))
+    assert added[1] > added[0] > 0
 
 
 START = "actor_rollout_ref"

@@ -645,6 +645,9 @@ def test_an_exit_ends_the_shell_of_its_own(text: str) -> None:
         ("--nodes 2 -W", True),
         ("--nodes=2 job.sh", False),
         ("-N 2 a b", False),
+        ("-", False),
+        ("-N 2 --", True),
+        ("-- job.sh", False),
     ],
 )
 def test_sbatch_reads_its_input_where_its_options_leave_no_file(options: str, is_followed: bool) -> None:

@@ -615,6 +615,7 @@ def test_what_is_not_modelled_has_a_bound_where_one_is_known(tmp_path: Path) -> 
         "freeze_moe_router",
         "ref.megatron.param_offload",
         "padding_free",
+        "logprobs_chunk_size",
         "sequence_packing.enabled",
     }
     noted |= {"lora_rank", "lora.rank", "lora_cfg", "peft", "peft.enabled"}  # of adapters that memlab has none of

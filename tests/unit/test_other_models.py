@@ -128,16 +128,21 @@ def test_sizes_without_a_source_decide_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [SWIFT, NEMO_RL], ids=["ms-swift", "nemo-rl"])
-def test_the_language_model_beside_a_tower_is_predicted_and_the_tower_is_named(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "language_model"), [("Qwen2.5-VL-7B-Instruct", "qwen2.5-7b"), ("Qwen3-VL-8B-Instruct", "qwen3-8b")]
+)
+def test_the_language_model_beside_a_tower_is_predicted_and_the_tower_is_named(
+    model: str, language_model: str, text: str, tmp_path: Path
+) -> None:
     name = "run.sh" if text is SWIFT else "job.yaml"
-    job = _job(tmp_path, text, name, "Qwen/Qwen2.5-VL-7B-Instruct")()
+    job = _job(tmp_path, text, name, f"Qwen/{model}")()
     scenario = job.required()[0]
-    alone = _job(tmp_path, text, name, "Qwen/Qwen2.5-7B-Instruct")().required()[0]
-    assert scenario.architecture.parts == ARCHITECTURES["qwen2.5-7b"].parts
-    assert scenario.layout == alone.layout and scenario.architecture.name == "qwen2.5-vl-7b"
+    alone = _job(tmp_path, text, name, language_model)().required()[0]
+    assert scenario.architecture.parts == ARCHITECTURES[language_model].parts
+    assert scenario.layout == alone.layout and scenario.architecture.name == model.lower().removesuffix("-instruct")
     assert [one.effect for one in job.not_modelled if "a vision tower" in one.reason] == ["more"]
     assert not scenario.state.apply_rope_fusion
-    assert any("Megatron-Bridge switches it off" in one for one in job.warnings) is (text is NEMO_RL)
+    assert any("Megatron-Bridge switches it off or refuses it" in one for one in job.warnings) is (text is NEMO_RL)
 
 
 def test_a_language_model_that_megatron_bridge_freezes_is_not_predicted_as_trained(tmp_path: Path) -> None:
@@ -154,6 +159,20 @@ def test_a_config_of_an_unknown_family_names_its_sizes(tmp_path: Path) -> None:
     common = _fields(_job(tmp_path, NEMO_RL, "job.yaml", "Newest-9B"))
     assert common.model["fields"] == {"num_layers": 34, "hidden_size": 512}
     assert common.model["lacks"] == "layers of the kind 'newest'" and common.values["layout"]["data_parallel_size"] == 4
+
+
+def test_sizes_of_a_file_take_the_place_of_layers_that_memlab_lacks(tmp_path: Path) -> None:
+    common = _fields(_job(tmp_path, FP16.replace("--fp16", "--bf16 --squared-relu"), "run.sh"))
+    assert common.models == ("run",) and common.values["layout"]["data_parallel_size"] == 4
+    assert not [name for name in common.model["fields"] if name.startswith(("kv_lora", "v_head", "moe_"))]
+
+
+def test_a_model_that_is_given_takes_the_job_s_place_in_another_type_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _job(tmp_path, FP16, "run.sh")
+    assert main(["job", str(tmp_path / "run.sh"), "--architecture", "llama-3.1-8b", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["of_any_model"]["models"] == ["llama-3.1-8b"]
 
 
 def test_a_job_in_fp16_has_its_fields_and_no_prediction(tmp_path: Path) -> None:

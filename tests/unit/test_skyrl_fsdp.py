@@ -112,6 +112,19 @@ def test_what_is_not_modelled_has_a_bound(keys: str, missing: dict[str, str], tm
     assert found == missing | {CHUNK: "more"} and all(one.bound_bytes for one in job.not_modelled)
 
 
+@pytest.mark.parametrize("chunk", ["null", "0", "-5", "many"])
+def test_a_chunk_that_skyrl_refuses_is_refused_by_its_rule(chunk: str, tmp_path: Path) -> None:
+    """``TrainerConfig.__post_init__`` in skyrl/train/config/config.py at a9564572."""
+    assert f"{CHUNK} is " in (read(tmp_path, f"{CHUNK}={chunk}").cannot_start or "")
+
+
+def test_a_chunk_of_the_entropy_has_tokens_of_each_row(tmp_path: Path) -> None:
+    padded = "trainer.micro_train_batch_size_per_gpu=2 trainer.remove_microbatch_padding=false"
+    job = read(tmp_path, f"{padded} {CHUNK}=512")
+    (entropy,) = (one for one in job.not_modelled if one.key == CHUNK)
+    assert job.required()[0].micro_batch_size == 2 and entropy.bound_bytes == 12 * 2 * 512 * 152_064
+
+
 def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     lora = read(tmp_path, f"{POLICY}.model.lora.rank=32").required()[0].state.lora
     assert lora == LoRA(

@@ -84,6 +84,7 @@ _SWITCHES_OF_CLASSES = ("model.use_liger_kernel", "model.config.use_cache", "mod
 """Keys that decide it too, where they are on."""
 _NOT_OF_CLASSES = ("_target_", "enable_hf_state_dict_adapter", "rope_fusion", "enable_deepep")
 """How those of them end that change no memory: 36044ad3 switches the fused rotation off."""
+_PACKING_STRATEGY = "packed_sequence.packing_strategy"
 _RELEASE = "0.7.0"
 _STAYS = "Automodel keeps it on the device between steps"
 _RANKS_OF_A_NODE = 8
@@ -187,7 +188,7 @@ FRAMEWORK_MISSING = (
     Missing("distributed.enable_compile", "either", "compiled layers keep other tensors"),
     Missing("distributed.enable_async_tensor_parallel", "either", "products and collectives become one kernel, which "
             "has buffers of its own"),
-    Missing("packed_sequence.packing_strategy", "more", "attention has a mask of packed sequences",
+    Missing(_PACKING_STRATEGY, "more", "attention has a mask of packed sequences",
             lambda value: value != "thd"),
     Missing("compile.enabled", "either", "compiled layers keep other tensors"),
     Missing("fp8.enabled", "either", "matrices are multiplied in FP8"),
@@ -378,6 +379,9 @@ def _take_rows(reading: Reading) -> None:
     """Takes the tokens of a row: a packed row's, or those of the longest sequence."""
     values = reading.values
     packed, longest = values.pop("packed_tokens") or 0, values.pop("longest", None)
+    if packed <= 0:
+        reading.not_modelled = [one for one in reading.not_modelled if one.key != _PACKING_STRATEGY]
+        reading.known.add(_PACKING_STRATEGY)
     if packed > 0:
         reading.take("packed_sequence.packed_sequence_size", "seq_length", packed)
         reading.miss("packed_sequence.packed_sequence_size", "more", "attention copies and counts packed sequences")
@@ -425,7 +429,7 @@ def complete_refused(reading: Reading) -> None:
         is_of_class = key.startswith(_OF_OWN_CLASSES) and not key.endswith(_NOT_OF_CLASSES)
         is_on = entry.value if key in _SWITCHES_OF_CLASSES else is_of_class and entry.value not in (None, {})
         if is_on and key not in noted:
-            reading.miss(key, "either", "it is of Automodel's class of this model, which memlab does not have")
+            reading.miss(key, "either", "it decides what the class of this model computes and keeps")
 
 
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:

@@ -55,13 +55,14 @@ def complete_provider(reading: Reading, architecture: Architecture) -> None:
 
 
 def drop_fused_rope(reading: Reading, architecture: Architecture) -> None:
-    """Takes the fused rotary embedding away where Megatron-Bridge switches it off."""
+    """Takes the fused rotary embedding away where Megatron-Bridge switches it off or refuses it."""
     other = other_model(architecture.name)
     if other is None or not other.fuses_no_rope or not reading.values.get("apply_rope_fusion"):
         return
     reading.values["apply_rope_fusion"] = False
     reading.warnings.append(
-        "apply_rope_fusion is on, and Megatron-Bridge switches it off: tokens of this model have positions of images"
+        "apply_rope_fusion is on, and Megatron-Bridge switches it off or refuses it, since tokens of this model have "
+        "positions of images: memlab predicts the job without it"
     )
 
 

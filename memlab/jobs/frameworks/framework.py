@@ -179,9 +179,9 @@ class Framework:
     complete: Callable[[Reading], None]
     """Derives what several keys decide together."""
     complete_of_model: Callable[[Reading, Architecture], None] = lambda *_: None
+    """Derives what the model decides too, once it is known."""
     complete_refused: Callable[[Reading], None] = lambda _: None
     """Of a job that memlab cannot predict: names what `complete_of_model` would have."""
-    """Derives what the model decides too, once it is known."""
     check: Callable[[Reading], None] = lambda _: None
     """Raises `CannotStartError` by a rule of the framework's own; those of Megatron-Core hold in every framework."""
     compose: Callable[[Scenario, MemorySettings], dict[str, Any]] = lambda *_: {}

@@ -13,6 +13,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.rollout import ReferencePass
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.validation import is_whole_number, shortened
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
@@ -189,6 +190,13 @@ def check(reading: Reading) -> None:
                 "them",
                 "strategy",
             )
+    chunk = reading.get("trainer.logprobs_chunk_size", default=1024)
+    if not is_whole_number(chunk):
+        raise CannotStartError(
+            f"trainer.logprobs_chunk_size is {shortened(chunk)}, must be a whole number of tokens of at least 1 unless "
+            "trainer.strategy is megatron, by a rule of SkyRL: change one of them",
+            "strategy",
+        )
 
 
 def _take_phases(reading: Reading, per_node: int, *, is_colocated: bool) -> None:

@@ -975,8 +975,10 @@ _WITHOUT_VALUE = re.compile(
 def _of_sbatch(words: list[str]) -> list[str]:
     """Returns the script that ``sbatch`` submits, with its arguments; nothing where it reads its input."""
     place = 0
-    while place < len(words) and words[place].startswith("-"):
+    while place < len(words) and words[place].startswith("-") and words[place] != "-":
         option = words[place]
+        if option == "--":
+            return words[place + 1 :]
         has_own_value = "=" in option or (option[1] != "-" and len(option) > 2)
         place += 1 if has_own_value or _WITHOUT_VALUE.fullmatch(option) else 2
     return words[place:]

@@ -101,7 +101,7 @@ def _of_any_model(common: OfAnyModel) -> list[str]:
         return [f"with any model, memlab has to know this too: {question}" for question in common.questions]
     lines = _own_model(common.model) if common.model.get("fields") else []
     if common.model and common.models == (common.model["name"],):
-        lines.append("of the job (read with models of its model's sizes; memlab predicts nothing of it)")
+        lines.append("of the job (read with models that have the values above; memlab predicts nothing of it)")
     elif common.is_own:
         lines.append("of the job (memlab predicts nothing of it)")
     else:
