@@ -197,7 +197,7 @@ def predict(path: Path, at_once: int) -> None:
             print(f"\n{row['name']} failed: {row['error']}")
         elif unknown_parts(row):
             print(f"\n{row['name']} is not predicted: memlab does not have {', '.join(unknown_parts(row))}")
-    print_outside_torch([rank for row in measured for rank in row.get("ranks", ()) if rank["first_uses"]])
+    print_outside_torch([rank for row in measured for rank in row.get("ranks", ()) if rank.get("first_uses")])
 
 
 def print_outside_torch(ranks: list[dict[str, Any]]) -> None:
@@ -238,7 +238,7 @@ def table_row(pair: tuple[dict[str, Any], int]) -> str:
     scenario = predicted.scenario
     stated = outside_torch_of(scenario)
     inside = outside is None or stated.total_bytes <= outside <= stated.most_bytes
-    is_later = outside is not None and outside > stated.most_bytes and not job["ranks"][rank]["first_uses"]
+    is_later = outside is not None and outside > stated.most_bytes and not job["ranks"][rank].get("first_uses")
     # A later job of a process also has the groups that only jobs before it have used.
     remark = "" if inside else ", after other jobs" if is_later else ", wrong"
     cells = [
@@ -294,7 +294,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
         versions=versions,
         backend="simulated",
     ) as lab:
-        if not job["ranks"][rank]["first_uses"]:
+        if not job["ranks"][rank].get("first_uses"):
             inside(lab).model.labels.on_timing = None  # a job before it in its process has had the kernels timed
         return lab.step(MemorySettings(**job["settings"]))
 

@@ -254,7 +254,6 @@ def test_what_memlab_s_layers_do_not_have_is_refused(model: str, values: dict[st
         ({"layout": Layout(context_parallel_size=2)}, "choose cp_comm_type a2a, or context_parallel_size 1"),
         ({"state": TrainingState(attention_backend="flash")}, "Transformer Engine has no such kernel of flash-attn"),
         ({"state": TrainingState(attention_backend="unfused")}, "memlab does not predict it with this backend"),
-        ({"state": TrainingState(fp8_format="hybrid")}, "memlab does not predict in FP8"),
     ],
 )
 def test_sinks_need_the_fused_kernel(change: dict[str, Any], words: str) -> None:

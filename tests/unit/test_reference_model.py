@@ -160,9 +160,9 @@ _DPO = "megatron rlhf --rlhf_type {} --model Qwen/Qwen3-8B --max_length 512 --mi
         (f"{_DPO.format('dpo')} --pipeline_model_parallel_size 2", "copy", set()),
         (f"{_DPO.format('dpo')} --fp8_format hybrid --fp8_recipe tensorwise", "copy", set()),
         (
-            f"{_DPO.format('dpo')} --tuner_type lora --fp8_format hybrid --fp8_recipe tensorwise",
-            "none",
-            {"tuner_type", "rlhf_type"},
+            f"{_DPO.format('dpo')} --tuner_type lora --lora_rank 16 --fp8_format hybrid --fp8_recipe tensorwise",
+            "without_adapters",
+            set(),
         ),
         (
             f"{_DPO.format('dpo')} --tuner_type lora --model openai/gpt-oss-20b --attention_backend fused",
