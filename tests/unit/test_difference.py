@@ -25,6 +25,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.engines.residency import residency
 from memlab.lab.lab import Lab
+from memlab.meter import caching_memory
 from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.units import KIB, MIB
@@ -272,6 +273,7 @@ def test_the_allocator_and_the_workspaces_are_terms_of_their_own(
     assert terms[ROUNDING, None] < 0
     without = differing(split(predict(fill_workspaces=lambda is_moe: None), on_cpu))
     assert {name for name, _ in without} == {ROUNDING, "optimizer state"}
+    monkeypatch.setattr(caching_memory, "new_allocator", caching_allocator.CachingAllocator)  # not the compiled one
     monkeypatch.setattr(caching_allocator, "rounded_bytes", lambda size: -(-size // 2048) * 2048)
     coarse = differing(split(predict(fill_workspaces=lambda is_moe: None), on_cpu))
     assert coarse[ROUNDING, None] < 2 * without[ROUNDING, None]
