@@ -38,6 +38,8 @@ OF_OTHER_PARTS = {
     "Qwen2.5's": ARCHITECTURES["qwen2.5-tiny"],
     "GPT's": ARCHITECTURES["gpt-tiny"],
     "GLM's": replace(ARCHITECTURES["glm-4.5-tiny"], moe_layer_freq=(0, 1, 1, 0)),
+    "Nemotron-H's": ARCHITECTURES["nemotron-h-tiny"],
+    "Nemotron 3's": ARCHITECTURES["nemotron-3-tiny"],
     "gpt-oss'": replace(ARCHITECTURES["gpt-oss-tiny"], moe_router_pre_softmax=True),
 }
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+from megatron.core import activations
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import transformer_config as megatron_transformer_config
@@ -41,8 +42,10 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
     of_parts: dict[str, Any] = {
         name: getattr(architecture, name) for name in ("ffn_hidden_size", "gated_linear_unit", "add_bias_linear")
     }
-    for part in architecture.parts:
+    for part in (architecture.attention, *architecture.parts):  # the config asks for heads in any model
         of_parts |= {**asdict(part), **part.megatron}
+    if architecture.hybrid_override_pattern is not None:
+        of_parts["is_hybrid_model"] = True
     if isinstance(architecture.window_attn_skip_freq, tuple):
         of_parts["window_attn_skip_freq"] = list(architecture.window_attn_skip_freq)
     if architecture.moe_layer_freq is not None:
@@ -73,7 +76,7 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         use_cpu_initialization=False,
         moe_router_bias_update_rate=0.0,  # as `LEARNING_RATE`
         finalize_model_grads_func=finalize_model_grads,
-        **state_fields(scenario.state),
+        **(state_fields(scenario.state) | ({"bias_activation_fusion": False} if architecture.squared_relu else {})),
         **{name: value for name, value in of_parts.items() if name in kind.__dataclass_fields__},
         **settings_fields(settings),
     )
@@ -100,6 +103,8 @@ def _activation(architecture: Architecture) -> Any:
     if architecture.quick_geglu:
         # The object that the config and the experts compare with: a stand-in for CUDA replaces compiled functions.
         return megatron_transformer_config.quick_gelu
+    if architecture.squared_relu:
+        return activations.squared_relu
     return torch.nn.functional.silu if architecture.gated_linear_unit else torch.nn.functional.gelu
 
 
