@@ -57,7 +57,6 @@ _NO_AUX = {
 }
 _HYBRID = {
     "gated_linear_unit": False,
-    "bias_activation_fusion": False,  # Megatron-Core has no fused squared ReLU
     "kv_channels": 128,
     "layernorm_epsilon": 1e-5,
     "is_hybrid_model": True,
@@ -357,7 +356,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_query_groups": 8,
         "mamba_num_heads": 128,
     },
-    "nvidia-nemotron-nano-9b-v2": {
+    "nemotron-nano-v2-9b": {
         **_HYBRID,
         "hidden_size": 4480,
         "ffn_hidden_size": 15680,
@@ -366,7 +365,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_num_heads": 128,
         "mamba_head_dim": 80,
     },
-    "nvidia-nemotron-3-nano-30b-a3b": {
+    "nemotron-3-nano-30b": {
         **_HYBRID,
         **{name: value for name, value in _MOE.items() if name not in ("qk_layernorm", "layernorm_epsilon")},
         **_NO_AUX,
@@ -389,8 +388,8 @@ MODELS: dict[str, dict[str, Any]] = {
 """Fields of Megatron's ``TransformerConfig``."""
 HYBRIDS = {
     "nemotron-h-8b": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-    "nvidia-nemotron-nano-9b-v2": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
-    "nvidia-nemotron-3-nano-30b-a3b": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "nemotron-nano-v2-9b": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "nemotron-3-nano-30b": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
 }
 """Which layers of Megatron's ``MambaModel`` are Mamba, attention, an MLP or experts."""
 EMBEDDINGS: dict[str, dict[str, Any]] = {

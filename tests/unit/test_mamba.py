@@ -111,8 +111,8 @@ def test_a_layer_keeps_what_its_formula_says(tokens: int) -> None:
 
 PUBLISHED = {
     "nemotron-h-4b": 4.5, "nemotron-h-8b": 8.1, "nemotron-h-47b": 46.8, "nemotron-h-56b": 56.3,
-    "nvidia-nemotron-nano-9b-v2": 8.9, "nvidia-nemotron-nano-12b-v2": 12.3, "nvidia-nemotron-3-nano-4b": 4.0,
-    "nvidia-nemotron-3-nano-30b-a3b": 31.6,
+    "nemotron-nano-v2-9b": 8.9, "nemotron-nano-v2-12b": 12.3, "nemotron-3-nano-4b": 4.0,
+    "nemotron-3-nano-30b": 31.6,
 }  # fmt: skip
 """Billions of parameters, as the models' cards give them."""
 

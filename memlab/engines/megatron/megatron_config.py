@@ -5,7 +5,7 @@ Written against megatron-core 0.16.1 and 0.19.2.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
+from memlab.config.model_restrictions import is_without_checkpoints
 from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -37,6 +38,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16,
 def transformer_config(scenario: Scenario, settings: MemorySettings) -> TransformerConfig:
     """Returns Megatron's config, which checks the settings by Megatron's own rules too."""
     architecture = scenario.architecture
+    if is_without_checkpoints(settings, scenario):
+        settings = replace(settings, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
     dtype = _DTYPES[scenario.dtype]
     # Other defaults of Megatron's than memlab's, where no part has the field.
     of_parts: dict[str, Any] = {

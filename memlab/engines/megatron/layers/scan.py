@@ -247,7 +247,7 @@ def scan(
     )
     steps = torch.nn.functional.softplus(steps + time_bias.float())
     sums = (steps * decay.float()).cumsum(1).transpose(1, 2)
-    is_later = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    is_later = sums.new_ones(tokens, tokens, dtype=torch.bool).triu(1)
     left = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(is_later, -torch.inf).exp()
     pairs = torch.einsum("bthn,buhn->bhtu", read, written) * left * steps.transpose(1, 2).unsqueeze(-2)
     scanned = torch.einsum("bhtu,buhp->bthp", pairs, values) + skip.float()[:, None] * values
