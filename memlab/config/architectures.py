@@ -823,14 +823,19 @@ _VARIANTS = re.compile(
 
 
 def known_names() -> str:
-    """Returns the names of `ARCHITECTURES` for a message: those that differ in their last part as ``qwen3-{4b,8b}``."""
+    """Returns the names of `ARCHITECTURES` for a message: those that differ in their last part as ``qwen3-{4b,8b}``.
+
+    Of the tiny members it has a few.
+    """
     ends: dict[str, list[str]] = {}
     for name in ARCHITECTURES:
         start, _, end = name.rpartition("-")
-        ends.setdefault(start, []).append(end)
-    return ", ".join(
+        if end != "tiny" or start in ("qwen3-moe", "phi-4"):
+            ends.setdefault(start, []).append(end)
+    names = [
         f"{start}-{found[0]}" if len(found) == 1 else f"{start}-{{{','.join(found)}}}" for start, found in ends.items()
-    )
+    ]
+    return f"{', '.join(names)}, and other tiny ones"
 
 
 _MODEL_NAME = re.compile(r"[^./~][^/]*(/[^/]+)?|(.*/)?models--.*")
