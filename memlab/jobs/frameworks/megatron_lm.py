@@ -32,6 +32,7 @@ from memlab.jobs.frameworks.keys import (
     is_given,
     with_defaults,
 )
+from memlab.jobs.frameworks.kinds_of_layers import is_of_hybrids, take_kinds_of_layers
 from memlab.jobs.frameworks.lines import removal, shell_words
 from memlab.jobs.frameworks.megatron_keys import (
     ARCHITECTURE,
@@ -55,7 +56,6 @@ from memlab.jobs.frameworks.megatron_keys import (
 )
 from memlab.jobs.frameworks.user_buffers import NO_FLAGS, NOT_WRITTEN, OPTION
 from memlab.jobs.frameworks.without_effect import keys_without_effect
-from memlab.jobs.kinds_of_layers import is_of_hybrids, take_kinds_of_layers
 from memlab.jobs.model_args import is_started_by_a_launcher
 
 FLAGS_OF_COMPUTING = tuple(replace(key, name=key.field) for key in COMPUTE if key not in FUSIONS)
@@ -167,7 +167,8 @@ _NOT_ARGUMENTS = (
     "fp8_dot_product_attention", "fp8_multi_head_attention", "fused_single_qkv_rope", "gated_linear_unit",
     "gtp_weight_remat_size", "heterogeneous_block_specs", "moe_router_topk_limited_devices", "num_buckets",
     "num_microbatches_with_partial_activation_checkpoints", "offload_optimizer_states",
-    "pad_buckets_for_high_nccl_busbw", "param_name_patterns_for_fp32_local_accumulation", "quant_recipe",
+    "pad_buckets_for_high_nccl_busbw", "param_name_patterns_for_fp32_local_accumulation",
+    "position_embedding_type", "quant_recipe",
     "reduce_scatter_with_fp32_accumulation", "store_param_remainders", "transformer_impl",
     "use_inference_optimized_layers", "use_kitchen", "use_layer_wise_distributed_optimizer",
 )  # fmt: skip
