@@ -11,6 +11,8 @@ from memlab.analysis.kept import kept_by_module
 from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.layout import Layout
 from memlab.config.parts.mamba import Mamba
+from memlab.config.settings import MemorySettings
+from memlab.config.versions import Versions
 from memlab.engines.megatron.layers.scan import GroupedNorm, Sizes, SplitConvScan, scan
 from memlab.lab.lab import Lab
 
@@ -122,6 +124,17 @@ def test_a_layer_keeps_what_its_formula_says(tokens: int) -> None:
 def test_what_cannot_be_is_refused(fields: dict[str, str], layout: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Lab(replace(TINY, **fields), seq_length=64, layout=Layout(**layout), backend="simulated")
+
+
+def test_full_recompute_does_what_the_version_of_megatron_core_does() -> None:
+    full = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    peaks = {}
+    for core in ("0.16", "0.19"):
+        with Lab(TINY, seq_length=256, backend="simulated", versions=Versions(megatron_core=core)) as lab:
+            none, all_layers = lab.step(), lab.step(full)
+        peaks[core] = none.activation_peak_bytes, all_layers.activation_peak_bytes
+        assert ("recompute_granularity" in all_layers.without_effect) == (core == "0.16")
+    assert peaks["0.16"][0] == peaks["0.16"][1] == peaks["0.19"][0] > peaks["0.19"][1]
 
 
 def test_an_architecture_is_equal_to_itself_read_again() -> None:
