@@ -175,9 +175,14 @@ def _hybrid(fields: ConfigJson, kind: ModelType, pattern: str) -> dict[str, Any]
     Raises:
         ValueError: If a field says what memlab does not have.
     """
-    modelled = {"mlp_hidden_act": "relu2", "mamba_hidden_act": "silu", "use_conv_bias": True, "conv_kernel": 4}
+    modelled: dict[str, Any] = {
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "use_conv_bias": True,
+        "conv_kernel": 4,
+    }
     modelled |= {"chunk_size": 128, "use_bias": False, "mamba_proj_bias": False, "residual_in_fp32": False}
-    modelled["moe_latent_size"] = None  # type: ignore[assignment]  # values of several kinds
+    modelled["moe_latent_size"] = None
     for name, value in modelled.items():
         if fields.values.get(name, value) not in (value, None):
             raise ValueError(f"{name} {shortened(fields.values[name])} is not modelled: memlab models {value!r}")

@@ -82,9 +82,9 @@ def test_the_scan_and_its_gradients_are_those_of_the_recurrence() -> None:
 
 def test_later_tokens_change_nothing_before_them() -> None:
     inputs = _inputs(11)
-    before, _ = scan(*inputs, SIZES)
+    before, _ = scan(SIZES, *inputs)
     inputs[0][:, 7:] += 1
-    after, _ = scan(*inputs, SIZES)
+    after, _ = scan(SIZES, *inputs)
     torch.testing.assert_close(before[:, :7], after[:, :7])
 
 

@@ -30,7 +30,7 @@ from memlab.engines.megatron.layers.torch_layers import TorchProvider
 from memlab.upstream.patching import patched
 
 
-class Layer(mamba_layer.MambaLayer):  # type: ignore[misc, name-defined]  # Megatron has no types
+class Layer(mamba_layer.MambaLayer):
     """Megatron's layer of Mamba, which takes and returns what a transformer layer does."""
 
     def forward(
@@ -40,7 +40,7 @@ class Layer(mamba_layer.MambaLayer):  # type: ignore[misc, name-defined]  # Mega
         return super().forward(hidden_states, packed_seq_params=packed_seq_params), None
 
 
-class Stack(mamba_block.MambaStack):  # type: ignore[misc, name-defined]
+class Stack(mamba_block.MambaStack):
     """Megatron's stack of the layers of a chunk of a pipeline stage, with checkpoints under full recompute.
 
     0.16.1 ignores ``recompute_granularity`` ``full`` in it, and refuses interleaved stages. 0.19.2 has both, and

@@ -31,7 +31,7 @@ class GroupNorm(torch.nn.Module):
         return output
 
 
-class TorchMambaMixer(mamba_mixer.MambaMixer):  # type: ignore[misc, name-defined]  # Megatron has no types
+class TorchMambaMixer(mamba_mixer.MambaMixer):
     """Megatron's mixer of Mamba 2, with the kernels in torch."""
 
     def _ssm_training(self, projected: torch.Tensor, packed_seq_params: Any = None) -> torch.Tensor:

@@ -191,7 +191,7 @@ def _compute(
     weights: tuple[torch.Tensor, ...],
     sizes: Sizes,
 ) -> None:
-    scanned, gates = scan(projected.detach(), *(weight.detach() for weight in weights), sizes)
+    scanned, gates = scan(sizes, projected.detach(), *(weight.detach() for weight in weights))
     before_gate.copy_(scanned)
     output.copy_(scanned * torch.nn.functional.silu(gates))
 
@@ -202,31 +202,31 @@ def _compute_gradients(
 ) -> None:
     with torch.enable_grad():
         leaves = [each.detach().float().requires_grad_() for each in inputs]
-        scanned, gates = scan(*leaves, sizes)
+        scanned, gates = scan(sizes, *leaves)
         found = torch.autograd.grad(scanned * torch.nn.functional.silu(gates), leaves, grad.float())
     for own, value in zip(gradients, found, strict=True):
         own.copy_(value.view(own.shape))
 
 
 def scan(
+    sizes: Sizes,
     projected: torch.Tensor,
     conv_weight: torch.Tensor,
     conv_bias: torch.Tensor,
     time_bias: torch.Tensor,
     decay: torch.Tensor,
     skip: torch.Tensor,
-    sizes: Sizes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes Mamba 2 over all pairs of tokens (https://arxiv.org/abs/2405.21060, equation 16), in fp32.
 
     Args:
+        sizes: Of the layer.
         projected: Shape [batch, tokens, columns].
         conv_weight: Shape [channels of the convolution, tokens that it sees].
         conv_bias: Shape [channels of the convolution].
         time_bias: What is added to the steps of time, before their softplus. Shape [heads].
         decay: Below 0. Shape [heads].
         skip: What a channel gets of its own input. Shape [heads].
-        sizes: Of the layer.
 
     Returns:
         The scan's output and the gates before their SiLU, both [batch, tokens, channels of all heads].
