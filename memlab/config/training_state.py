@@ -569,6 +569,16 @@ class TrainingState:
         **_FORWARD,
     )
     """Its graph for backward stays. Megatron-Core's own default is False."""
+    # DDP reads it when it is built, and the schedule in each step (``finalize_model_grads``).
+    calculate_per_token_loss: bool = option(
+        False,
+        "divide gradients by the tokens of the whole batch, instead of each micro-batch's loss by its own",
+        group="",
+        rebuilds="model",
+        megatron="model",
+    )
+    """The last pipeline stage sends the number of tokens to the others, so NCCL sets up the group of the stages, also
+    of one (`memlab.fitting.outside_torch`)."""
     cuda_graph_impl: CudaGraphImpl = option(
         "none",
         "replay forward and backward of all micro-batches from one CUDA graph, or layers from graphs of "

@@ -158,6 +158,8 @@ def estimate_outside_torch(
     nccl = WORLD_BYTES if layout.world_size > 1 else WORLD_OF_ONE_BYTES
     nccl += sum(RING_BYTES if size > 1 else RING_OF_ONE_BYTES for size in rings)
     nccl += _bytes_of_pairs(pairs, sends)
+    if trains and state is not None and state.calculate_per_token_loss:
+        nccl += _bytes_of_number_of_tokens(layout)
     if sends_heads and layout.context_parallel_size > 1 and model is not None and model.softmax_type == "learnable":
         # The ranks that exchange heads also gather over the same communicator where a model has sinks (gpt-oss on two
         # H200s, ``h200x2_plain_megatron_heads.jsonl``).
@@ -272,6 +274,19 @@ def _reduces_amaxes(state: TrainingState | None) -> bool:
 
 def _bytes_of_pairs(pairs: int, sends: int) -> int:
     return pairs * PAIR_BYTES + sends * (SEND_BYTES + RECEIVE_BYTES) + bool(pairs) * FIRST_SEND_BYTES
+
+
+def _bytes_of_number_of_tokens(layout: Layout) -> int:
+    """Returns what the group of pipeline stages takes for the broadcast of a loss per token's number of tokens.
+
+    See ``finalize_model_grads.py`` in megatron/core/distributed, 0.16.1. A group of one was measured
+    (``h200_per_token_loss.jsonl``).
+    """
+    stages = layout.pipeline_model_parallel_size
+    if stages == 1:
+        return RING_OF_ONE_BYTES
+    # Stages that send in batches do so over the group's own communicator.
+    return RING_BYTES - PAIR_BYTES * (layout.virtual_pipeline_model_parallel_size == 1)
 
 
 def _pairs(layout: Layout, *, exchanges: bool = True, sends_heads: bool = False) -> tuple[int, int]:
