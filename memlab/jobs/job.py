@@ -294,9 +294,9 @@ def _built(
     except ValueError as error:
         not_supported, scenario = str(error), None
         framework.complete_refused(reading)
-        as_read = dict(reading.values)
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
+    as_read = dict(reading.values) if cannot_start is None and scenario is None else {}
     refuses = cannot_start is None and not_supported is not None and not reading.questions
     _note_accelerator(reading)
     _drop_engine(reading)
