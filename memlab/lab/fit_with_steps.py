@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from memlab.allocator.request_log import RequestLog
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_whole_number
 from memlab.fitting.does_it_fit import Fit, judge_fit
+from memlab.lab.one_process import OneProcess
 from memlab.lab.request import PassRequest, StepRequest
 from memlab.lab.session import Session
 from memlab.record.job_record import JobRecord
@@ -24,6 +26,7 @@ class _StepsOfLab:
 
     def __init__(self, session: Session, of_pass: Scenario | None) -> None:
         self._session, self._of_pass = session, of_pass
+        self._requests: dict[MemorySettings, RequestLog] = {}
 
     def __call__(self, settings: MemorySettings, limit_bytes: int | None = None) -> StepRecord:
         """Takes a step, or a pass without backward.
@@ -44,12 +47,32 @@ class _StepsOfLab:
         """Implements `memlab.fitting.does_it_fit.Steps.completes`: takes the step again where that may decide.
 
         In a new process, the first step allocates the optimizer state between its activations. So the blocks that it
-        leaves free for the next step are smaller than those in a process that has taken steps under other settings.
+        leaves free for the next step are smaller than those in a process that has taken steps under other settings. A
+        step of a new process is judged by the requests of such a step, whatever the lab has done since.
         """
         reserved_bytes = record.peak_reserved_bytes or 0
-        if record.step_index > _STEPS_BEFORE_IN_A_NEW_PROCESS:
+        is_of_a_new_process = record.step_index <= _STEPS_BEFORE_IN_A_NEW_PROCESS
+        if not is_of_a_new_process:
             reserved_bytes += reserved_bytes // _MOST_SAVED_BY_OTHER_STEPS + _LEAST_ROOM_BYTES
-        return reserved_bytes <= limit_bytes or self(record.settings, limit_bytes).status == "ok"
+        if reserved_bytes <= limit_bytes:
+            return True
+        requests = self._requests_of_a_new_process(record.settings) if is_of_a_new_process else None
+        if requests is not None:
+            return requests.completes_within(limit_bytes)
+        return self(record.settings, limit_bytes).status == "ok"
+
+    def _requests_of_a_new_process(self, settings: MemorySettings) -> RequestLog | None:
+        """Returns what the first step asks of the allocator; None where the lab cannot start over."""
+        if settings in self._requests:
+            return self._requests[settings]
+        session = self._session
+        if self._of_pass is not None or not isinstance(session, OneProcess) or not session.start_over():
+            return None
+        with session.logging_requests() as requests:
+            self(settings)
+        if requests is not None:
+            self._requests[settings] = requests
+        return requests
 
 
 def judge_with_steps(session: Session, record: StepRecord, gpu_memory: str | int, own: Scenario) -> Fit:
