@@ -150,6 +150,13 @@ def test_a_language_model_that_megatron_bridge_freezes_is_not_predicted_as_train
     job = _job(tmp_path, NEMO_RL, "job.yaml", name)()
     assert job.scenario is None and "freezes its language model" in (job.not_supported or "")
     assert _job(tmp_path, SWIFT, "run.sh", name)().required()[0].architecture.num_moe_experts == 128
+    text = f"""world_size: 8
+model: {{hf_model_id: {name}, seq_length: 4096, freeze_language_model: %s}}
+train: {{micro_batch_size: 1, global_batch_size: 8}}
+"""
+    for frozen in ("false", "true"):
+        (path := tmp_path / "run_config.yaml").write_text(text % frozen)
+        assert (Job.read(path, format_name="bridge").scenario is None) is (frozen == "true")
 
 
 def test_the_language_model_of_an_omni_model_has_no_fused_rope_under_nemo_rl(tmp_path: Path) -> None:
