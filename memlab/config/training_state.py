@@ -927,13 +927,19 @@ class TrainingState:
                 "teacher_model out",
                 *("teacher_model", "loss"),
             )
-        for name in ("loss", "num_labels", "mtp_num_layers", "fp8_param_gather"):
+        for name in ("loss", "num_labels", "mtp_num_layers"):
             if getattr(self, name) != _default(name) and not (name == "loss" and compares):
                 raise RuleError(
                     f"{given} with {name} {getattr(self, name)!r}, which memlab does not predict together: leave one "
                     "of the two out",
                     *("reference_model", name),
                 )
+        if self.fp8_param_gather and self.fp8_recipe == "mxfp8":
+            raise RuleError(
+                f"{given} with fp8_param_gather and fp8_recipe 'mxfp8', which memlab does not predict together: choose "
+                "fp8_recipe 'tensorwise' or 'blockwise', or leave one of the two out",
+                *("reference_model", "fp8_param_gather"),
+            )
 
     def _check_fp8(self) -> None:
         if self.fp8_param_gather and self.fp8_format is None:

@@ -20,7 +20,7 @@ from memlab.config.architectures import Architecture
 from memlab.config.exchange_buffers import exchange_buffers
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
-from memlab.config.training_state import TrainingState
+from memlab.config.training_state import COMPARE_WITH_TEACHER, TrainingState
 from memlab.config.user_buffers import user_buffer_bytes
 from memlab.units import MIB, format_bytes
 
@@ -120,8 +120,10 @@ def estimate_outside_torch(
     has_experts = layout.expert_model_parallel_size > 1 or (model is not None and model.routes)
     is_last_stage = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
     has_head = state is not None and state.num_labels is not None
-    # ms-swift's GKD reduces over tensor parallel ranks only where there are several (gkd_loss.py, 3602360).
-    is_alone = state is not None and state.loss == "jsd" and layout.tensor_model_parallel_size == 1
+    # Losses that compare with a teacher reduce over tensor parallel ranks only where there are several (gkd_loss.py of
+    # ms-swift 3602360, and ``LogitsKLLoss`` in modelopt/torch/distill/plugins/megatron.py, a2fbac7b).
+    compares = state is not None and state.loss in COMPARE_WITH_TEACHER and not state.lm_loss_beside
+    is_alone = compares and layout.tensor_model_parallel_size == 1
     has_logits = is_last_stage and not has_head and not is_alone
     balancing = _loss_of_router(model, state) if has_experts else None
     rings = _groups_that_reduce(

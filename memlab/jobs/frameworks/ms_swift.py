@@ -541,7 +541,8 @@ def _divides_by_all_tokens(kind: str | None, task: str | None) -> bool:
 def _has_more_than_a_frozen_model(reading: Reading) -> bool:
     """Whether a job has what memlab does not predict beside a frozen model in the step."""
     values = reading.values
-    has_more = any(values.get(name) for name in ("fp8_param_gather", "mtp_num_layers", "offload_modules"))
+    has_more = any(values.get(name) for name in ("mtp_num_layers", "offload_modules"))
+    has_more |= bool(values.get("fp8_param_gather")) and values.get("fp8_recipe") == "mxfp8"
     stages = values.get("pipeline_model_parallel_size") or 1
     text, chunks = values.get("pipeline_model_parallel_layout"), values.get("virtual_pipeline_model_parallel_size") or 1
     if text:
