@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from memlab.allocator.request_log import RequestLog
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_whole_number
@@ -14,6 +17,9 @@ from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import MIB, parse_bytes
 
+if TYPE_CHECKING:
+    from memlab.allocator.request_log import RequestLog
+
 _STEPS_BEFORE_IN_A_NEW_PROCESS = 1
 """The warm-up step."""
 _MOST_SAVED_BY_OTHER_STEPS, _LEAST_ROOM_BYTES = 10, 64 * MIB
@@ -21,12 +27,17 @@ _MOST_SAVED_BY_OTHER_STEPS, _LEAST_ROOM_BYTES = 10, 64 * MIB
 2026-11-24, night). If a tenth more, plus some segments, is still within the limit, no step is taken to find out."""
 
 
+_OF_FURTHER_STEPS = (
+    "this Lab cannot start over, so further steps of it were judged: memlab predict judges those of a new process, and "
+    "can answer otherwise near the limit"
+)
+
+
 class _StepsOfLab:
     """Takes steps on a model that may have taken others; for the record of a pass without backward, such passes."""
 
     def __init__(self, session: Session, of_pass: Scenario | None) -> None:
         self._session, self._of_pass = session, of_pass
-        self._requests: dict[MemorySettings, RequestLog] = {}
 
     def __call__(self, settings: MemorySettings, limit_bytes: int | None = None) -> StepRecord:
         """Takes a step, or a pass without backward.
@@ -47,32 +58,48 @@ class _StepsOfLab:
         """Implements `memlab.fitting.does_it_fit.Steps.completes`: takes the step again where that may decide.
 
         In a new process, the first step allocates the optimizer state between its activations. So the blocks that it
-        leaves free for the next step are smaller than those in a process that has taken steps under other settings. A
-        step of a new process is judged by the requests of such a step, whatever the lab has done since.
+        leaves free for the next step are smaller than those in a process that has taken steps under other settings.
         """
         reserved_bytes = record.peak_reserved_bytes or 0
-        is_of_a_new_process = record.step_index <= _STEPS_BEFORE_IN_A_NEW_PROCESS
-        if not is_of_a_new_process:
+        if record.step_index > _STEPS_BEFORE_IN_A_NEW_PROCESS:
             reserved_bytes += reserved_bytes // _MOST_SAVED_BY_OTHER_STEPS + _LEAST_ROOM_BYTES
-        if reserved_bytes <= limit_bytes:
-            return True
-        requests = self._requests_of_a_new_process(record.settings) if is_of_a_new_process else None
-        if requests is not None:
-            return requests.completes_within(limit_bytes)
-        return self(record.settings, limit_bytes).status == "ok"
+        return reserved_bytes <= limit_bytes or self(record.settings, limit_bytes).status == "ok"
 
-    def _requests_of_a_new_process(self, settings: MemorySettings) -> RequestLog | None:
-        """Returns what the first step asks of the allocator; None where the lab cannot start over."""
-        if settings in self._requests:
-            return self._requests[settings]
-        session = self._session
-        if self._of_pass is not None or not isinstance(session, OneProcess) or not session.start_over():
-            return None
-        with session.logging_requests() as requests:
-            self(settings)
-        if requests is not None:
-            self._requests[settings] = requests
-        return requests
+
+class _StepsFromTheStart(_StepsOfLab):
+    """Takes each step as the one of a new process, as ``memlab predict`` does: a simulated model starts over before it.
+
+    A model that cannot start over takes further steps.
+    """
+
+    def __init__(self, session: OneProcess, of_pass: Scenario | None) -> None:
+        super().__init__(session, of_pass)
+        self._own = session
+        self._last: StepRecord | None = None
+        self._requests: RequestLog | None = None
+        self.starts_over = True
+        """Whether it could each time so far."""
+
+    def __call__(self, settings: MemorySettings, limit_bytes: int | None = None) -> StepRecord:
+        """Takes a step, or a pass without backward; without a limit, its requests to the allocator are logged."""
+        self._last = self._requests = None
+        self.starts_over = self.starts_over and self._own.start_over()
+        if limit_bytes is not None or not self.starts_over:
+            return super().__call__(settings, limit_bytes)
+        self._own.device_memory_bytes = None
+        with self._own.logging_requests() as self._requests:
+            self._last = super().__call__(settings)
+        return self._last
+
+    def completes(self, record: StepRecord, limit_bytes: int) -> bool:
+        """Implements `memlab.fitting.does_it_fit.Steps.completes`: an allocator with the limit gets the requests."""
+        if record.step_index <= _STEPS_BEFORE_IN_A_NEW_PROCESS and (record.peak_reserved_bytes or 0) <= limit_bytes:
+            return True
+        if record is not self._last and self.starts_over:
+            self(record.settings)
+        if self._requests is None:
+            return super().completes(record, limit_bytes)
+        return self._requests.completes_within(limit_bytes)
 
 
 def judge_with_steps(session: Session, record: StepRecord, gpu_memory: str | int, own: Scenario) -> Fit:
@@ -94,8 +121,13 @@ def judge_with_steps(session: Session, record: StepRecord, gpu_memory: str | int
         raise ValueError(f"{record} did not finish, so memlab cannot compare it with a GPU: take a step that fits")
     _check_same_scenario(own, record)
     limit_before, settings_before = session.device_memory_bytes, session.settings
+    of_pass = own if record.forward_only else None
     try:
-        return judge_fit(record, _StepsOfLab(session, own if record.forward_only else None), num_bytes)
+        if not (isinstance(session, OneProcess) and KINDS[record.backend].is_prediction):
+            return judge_fit(record, _StepsOfLab(session, of_pass), num_bytes)
+        steps = _StepsFromTheStart(session, of_pass)
+        fit = judge_fit(record, steps, num_bytes)
+        return fit if steps.starts_over else replace(fit, basis=f"{fit.basis}; {_OF_FURTHER_STEPS}")
     finally:
         session.device_memory_bytes = limit_before
         if session.settings != settings_before:

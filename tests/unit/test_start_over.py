@@ -10,9 +10,7 @@ import pytest
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
-from memlab.fitting.does_it_fit import judge
 from memlab.lab import search_steps
-from memlab.lab.fit_with_steps import _StepsOfLab
 from memlab.lab.search_steps import stepping
 from memlab.replay.passes import NotReplayableError
 from memlab.replay.replayer import Replayer
@@ -185,20 +183,3 @@ def test_a_lab_that_could_not_replay_a_step_replays_again_with_a_new_model(monke
 
 def _is_not_known(*_: Any) -> Any:
     raise NotReplayableError("the backward is not known")
-
-
-def test_a_first_step_is_judged_as_one_whatever_the_lab_has_done_since() -> None:
-    """The blocks that other steps leave free decided about a limit that is less than what torch reserves."""
-    with Lab("phi-4", num_layers=2, seq_length=4096, backend="simulated") as lab:
-        record = lab.step(FULL)
-        assert record.peak_reserved_bytes is not None
-        limits = range(record.peak_allocated_bytes, record.peak_reserved_bytes, 128 << 20)
-        verdicts = []
-        for settings in (PLAIN, MemorySettings(offload_modules=["core_attn"]), FULL):
-            steps = _StepsOfLab(lab._session, None)
-            verdicts.append([judge(record, steps, limit) for limit in limits])
-            lab.step(settings)
-    with stepping(record.scenario) as step:
-        alone = step(FULL, None)
-        assert [judge(alone, step, limit) for limit in limits] == verdicts[0] == verdicts[1] == verdicts[2]
-    assert len(set(verdicts[0])) > 1, verdicts
