@@ -7,14 +7,16 @@ their family's shape (grouped-query attention, q/k norms, experts) at widths tha
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from memlab.config.from_json import read_json
 from memlab.config.hugging_face import architecture_fields, model_name
 from memlab.config.parts.dense import Dense
+from memlab.config.parts.gdn import AttentionVariant, GatedDeltaNet
 from memlab.config.parts.gqa import GroupedQueryAttention, PositionEmbeddingType, SoftmaxType
 from memlab.config.parts.mla import LatentAttention, RopeType
 from memlab.config.parts.moe import Experts, ScoreFunction
@@ -30,7 +32,7 @@ from memlab.config.validation import (
 Family = Literal[
     "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
     "kimi_k2", "glm4_moe", "gpt2", "gpt_oss",
-    "minimax_m2", "olmoe", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "glm",
+    "minimax_m2", "olmoe", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "glm", "qwen3_next",
 ]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
@@ -48,13 +50,22 @@ _SWITCHES = (
     *("share_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "moe_router_pre_softmax"),
     *("moe_router_enable_expert_bias", "moe_shared_expert_gate", "multi_latent_attention"),
     *("gated_linear_unit", "add_bias_linear", "quick_geglu", "norms_all_heads"),
-    "norms_all_heads_fused",
+    *("norms_all_heads_fused", "attention_output_gate"),
 )
 _CHOICES = {
     "normalization": get_args(Normalization),
     "position_embedding_type": get_args(PositionEmbeddingType),
     "softmax_type": get_args(SoftmaxType),
 }
+
+
+class LayerKind(NamedTuple):
+    """What decides the parts of a layer."""
+
+    has_linear_attention: bool
+    """Whether it has the model's `experimental_attention_variant` in the place of attention."""
+    routes: bool
+    """Whether it has experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,6 +137,18 @@ class Architecture:
     v_head_dim: int = 0
     rope_type: RopeType = "rope"
     """How the angles of latent attention are scaled; those of other models are not."""
+    attention_output_gate: bool = False
+    """Whether attention makes, beside each head of queries, a gate of what the head returns."""
+    experimental_attention_variant: AttentionVariant | None = None
+    """What some layers have in the place of attention."""
+    linear_attention_freq: int | tuple[int, ...] | None = None
+    """One of so many layers, the last of them, has attention; or for each layer 1 if it has `experimental_attention_variant`
+    and 0 if it has attention."""
+    linear_conv_kernel_dim: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
     moe_layer_freq: tuple[int, ...] | None = None
     """For each layer, 1 if it has experts and 0 if it is dense. None has experts in every layer, if there are any."""
     default_seq_length: int = 4096
@@ -134,6 +157,7 @@ class Architecture:
     def __post_init__(self) -> None:
         self._check_pattern()
         self._check_windows()
+        self._check_linear_attention()
         for name, at_most in _MOST.items():
             check_whole_number(f"{self.name}: {name}", getattr(self, name), at_most=at_most, action="correct it")
         for name, (above, largest) in _RANGES.items():
@@ -242,21 +266,69 @@ class Architecture:
                 f"{self.num_layers} layers: correct it"
             )
 
+    def _check_linear_attention(self) -> None:
+        pattern, variant = self.linear_attention_freq, self.experimental_attention_variant
+        if isinstance(pattern, list):  # JSON has lists
+            pattern = tuple(pattern)
+            object.__setattr__(self, "linear_attention_freq", pattern)
+        if variant not in (None, *get_args(AttentionVariant)):
+            raise ValueError(
+                f"{self.name}: experimental_attention_variant is {shortened(variant)}, must be "
+                f"{', '.join(get_args(AttentionVariant))}, or left out: correct it"
+            )
+        name = f"{self.name}: linear_attention_freq"
+        if variant is None and pattern is not None:
+            raise ValueError(
+                f"{name} is {shortened(pattern)}, must be left out without experimental_attention_variant: correct it"
+            )
+        if isinstance(pattern, tuple):
+            if len(pattern) != self.num_layers or not {*pattern} <= {0, 1}:
+                raise ValueError(
+                    f"{name} is {shortened(pattern)}, must have 1 or 0 for each of its {self.num_layers} layers: "
+                    "correct it"
+                )
+        elif variant is not None:
+            check_whole_number(name, pattern, at_most=MOST_LAYERS, action="correct it")
+        if self.multi_latent_attention and (variant is not None or self.attention_output_gate):
+            raise ValueError(
+                f"{self.name}: it has multi-latent attention beside gated delta net or a gate of attention's output, "
+                "which memlab does not have together: correct it"
+            )
+
     @property
     def attention(self) -> GroupedQueryAttention | LatentAttention:
-        """The first part of every layer."""
+        """The first part of every layer, or of those that have no other one."""
         return LatentAttention.of(self) if self.multi_latent_attention else GroupedQueryAttention.of(self)
 
     @property
-    def feed_forwards(self) -> tuple[FeedForward, ...]:
-        """The kinds of second parts that its layers have."""
-        kinds = {self.num_moe_experts is not None} if self.moe_layer_freq is None else {*self.moe_layer_freq}
-        return tuple((Experts if routes else Dense).of(self) for routes in sorted(kinds))
+    def parts_of_kinds(self) -> dict[LayerKind, tuple[Part, ...]]:
+        """The parts of each kind of layer that the model has, by `kind_of_layer`."""
+        kinds = sorted({self.kind_of_layer(layer) for layer in range(self.num_layers)})
+        return {
+            kind: (
+                GatedDeltaNet.of(self) if kind.has_linear_attention else self.attention,
+                (Experts if kind.routes else Dense).of(self),
+            )
+            for kind in kinds
+        }
+
+    def kind_of_layer(self, layer: int) -> LayerKind:
+        """Returns which kind a layer is of, by its number from 0."""
+        every = self.linear_attention_freq
+        is_linear = every is not None and (every[layer] if isinstance(every, tuple) else (layer + 1) % every > 0)
+        routes = self.num_moe_experts is not None if self.moe_layer_freq is None else self.moe_layer_freq[layer]
+        return LayerKind(bool(is_linear), bool(routes))
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The kinds of parts that its layers have."""
-        return self.attention, *self.feed_forwards
+        """The kinds of parts that its layers have, those of attention first."""
+        found = dict.fromkeys(part for parts in self.parts_of_kinds.values() for part in parts)
+        return tuple(sorted(found, key=lambda part: isinstance(part, FeedForward)))
+
+    @property
+    def feed_forwards(self) -> tuple[FeedForward, ...]:
+        """The kinds of feed-forward parts that its layers have."""
+        return tuple(part for part in self.parts if isinstance(part, FeedForward))
 
     @property
     def shared_sizes(self) -> list[SharedSize]:
@@ -276,7 +348,7 @@ class Architecture:
     def absent_modules(self, field: str) -> set[str]:
         """Returns the modules of ``recompute_modules`` or ``offload_modules`` that no layer of the model has."""
         present = {type(part) for part in self.parts}
-        absent = [getattr(kind, field) for kind in (LatentAttention, Dense, Experts) if kind not in present]
+        absent = [getattr(kind, field) for kind in (LatentAttention, GatedDeltaNet, Dense, Experts) if kind not in present]
         return {name for modules in absent for name in modules}
 
     @property
@@ -299,21 +371,18 @@ class Architecture:
         ignored_by_all = {**self.attention.without_effect, **everywhere}
         return {name: reason for name, reason in ignored_by_all.items() if name not in self.attention.effective}
 
-    def kinds_of(self, layers: Sequence[int]) -> dict[FeedForward, int]:
-        """Returns how many of the layers, which are numbered from 0, have each kind of second part."""
-        kinds = self.feed_forwards
-        if self.moe_layer_freq is None:
-            return dict.fromkeys(kinds, len(layers))
-        return {kind: sum(self.moe_layer_freq[layer] == kind.routes for layer in layers) for kind in kinds}
+    def kinds_of(self, layers: Sequence[int]) -> dict[Part, int]:
+        """Returns how many of the layers, which are numbered from 0, have each kind of part."""
+        kinds, counts = self.parts_of_kinds, Counter(map(self.kind_of_layer, layers))
+        return {part: sum(counts[kind] for kind, parts in kinds.items() if part in parts) for part in self.parts}
 
     def num_routing(self, layers: Sequence[int]) -> int:
         """Returns how many of the layers, which are numbered from 0, send tokens to experts."""
         return sum(count for part, count in self.kinds_of(layers).items() if part.routes)
 
-    def parts_of(self, layer: int) -> tuple[GroupedQueryAttention | LatentAttention, FeedForward]:
-        """Returns the parts of a layer, by its number from 0."""
-        (feed_forward,) = (part for part, count in self.kinds_of([layer]).items() if count)
-        return self.attention, feed_forward
+    def parts_of(self, layer: int) -> tuple[Part, ...]:
+        """Returns the parts of a layer, by its number from 0, in the order in which it computes them."""
+        return self.parts_of_kinds[self.kind_of_layer(layer)]
 
     def is_divided_by(self, ranks: str) -> bool:
         """Whether a part has something that a size of the layout, by its name, divides."""
@@ -321,13 +390,20 @@ class Architecture:
 
     def with_layers(self, num_layers: int) -> Architecture:
         """Returns the model of the first layers."""
-        pattern = self.moe_layer_freq
-        return replace(self, num_layers=num_layers, moe_layer_freq=pattern and pattern[:num_layers])
+        patterns = {
+            name: pattern[:num_layers]
+            for name in ("moe_layer_freq", "linear_attention_freq")
+            if isinstance(pattern := getattr(self, name), tuple)
+        }
+        return replace(self, num_layers=num_layers, **patterns)
 
     def weights_of(self, layers: Sequence[int]) -> dict[Weight, int]:
         """Returns how many of the layers, which are numbered from 0, have each of their parameters."""
-        counts = dict.fromkeys(self.attention.weights(), len(layers))
-        return counts | {weight: n for part, n in self.kinds_of(layers).items() if n for weight in part.weights()}
+        counts: Counter[Weight] = Counter()
+        for part, n in self.kinds_of(layers).items():
+            for weight in part.weights() if n else ():
+                counts[weight] += n
+        return counts
 
     @property
     def output_weight(self) -> Weight:
@@ -444,6 +520,13 @@ _DEEPSEEK_V3 = _NO_AUX | {
     "layernorm_epsilon": 1e-6, "moe_router_num_groups": 8, "moe_router_group_topk": 4,
     "moe_router_topk_scaling_factor": 2.5,
 }  # fmt: skip
+_QWEN3_NEXT: dict[str, Any] = {
+    "family": "qwen3_next", "num_query_groups": 2, "kv_channels": 256, "vocab_size": 151936, "rotary_base": 1e7,
+    "rotary_percent": 0.25, "layernorm_epsilon": 1e-6, "qk_layernorm": True, "attention_output_gate": True,
+    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+_QWEN3_NEXT_MOE = _QWEN3_NEXT | {"moe_shared_expert_gate": True, "moe_aux_loss_coeff": 1e-3}
 _GEMMA: dict[str, Any] = {"kv_channels": 256, "rotary_base": 10000.0, "layernorm_epsilon": 1e-6, "tied": True}
 _TINY: dict[str, Any] = {"num_query_groups": 2, "kv_channels": 32, "vocab_size": 256, "default_seq_length": 1024}
 
@@ -610,6 +693,13 @@ ARCHITECTURES: dict[str, Architecture] = {
                                         "kv_lora_rank": 32, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16,
                                         "v_head_dim": 32, "moe_router_topk": 4, "moe_router_num_groups": 4,
                                         "moe_router_group_topk": 2})),
+        # https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct/blob/main/config.json
+        _row("qwen3-next-80b-a3b", 48, 2048, 5120, 16, num_moe_experts=512, moe_router_topk=10, moe_ffn_hidden_size=512,
+             moe_shared_expert_intermediate_size=512, **_QWEN3_NEXT_MOE),
+        _row("qwen3-next-tiny", 4, 128, 384, 4, num_moe_experts=8, moe_ffn_hidden_size=64,
+             moe_shared_expert_intermediate_size=64,
+             **(_QWEN3_NEXT_MOE | _TINY | {"moe_router_topk": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+                                           "linear_num_key_heads": 2, "linear_num_value_heads": 4})),
         _row("phi-4-tiny", 4, 160, 560, 5, **(_PHI | _TINY | {"num_query_groups": 5})),
     )
 }  # fmt: skip

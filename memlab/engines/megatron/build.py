@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_gated_delta_net_module_spec
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -27,6 +28,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.config.layout import Layout
+from memlab.config.parts.gdn import GatedDeltaNet
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import COMPARE_WITH_TEACHER
@@ -335,13 +337,16 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
     spec_of = getattr(gpt_layer_specs, f"get_gpt_layer_{'local' if is_own else 'with_transformer_engine'}_spec")
     with patched({f"megatron.core.models.gpt.gpt_layer_specs.{name}": provider}):
         specs = {
-            part: spec_of(
+            kind: spec_of(
                 qk_layernorm=architecture.qk_layernorm,
                 multi_latent_attention=architecture.multi_latent_attention,
-                **part.megatron_spec,
+                **{name: value for part in parts for name, value in part.megatron_spec.items()},
             )
-            for part in architecture.feed_forwards
+            for kind, parts in architecture.parts_of_kinds.items()
         }
+    for kind, parts in architecture.parts_of_kinds.items():
+        if isinstance(parts[0], GatedDeltaNet):
+            specs[kind].submodules.self_attention = get_gated_delta_net_module_spec(config, provider())
     for spec in specs.values() if architecture.norms_all_heads else ():
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
@@ -351,12 +356,12 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
     # Stages have numbers of chunks only where they are interleaved.
     place: dict[str, Any] = {"vp_stage": chunk if config.virtual_pipeline_model_parallel_size else None}
     block = gpt_layer_specs.TransformerBlockSubmodules(
-        layer_specs=[specs[architecture.parts_of(layer)[-1]] for layer in scenario.chunks_of_rank[chunk]],
+        layer_specs=[specs[architecture.kind_of_layer(layer)] for layer in scenario.chunks_of_rank[chunk]],
         layer_norm=provider().layer_norm(rms_norm=True),
     )
     extra = None
     if config.mtp_num_layers and parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place):
-        of_last = specs[architecture.parts_of(scenario.num_layers - 1)[-1]]
+        of_last = specs[architecture.kind_of_layer(scenario.num_layers - 1)]
         layer = get_mtp_layer_spec_for_backend(of_last, provider())
         extra = MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
     with patched({} if is_own else latent_attention_of(provider)):

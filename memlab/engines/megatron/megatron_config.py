@@ -45,6 +45,8 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         of_parts |= {**asdict(part), **part.megatron}
     if isinstance(architecture.window_attn_skip_freq, tuple):
         of_parts["window_attn_skip_freq"] = list(architecture.window_attn_skip_freq)
+    every = architecture.linear_attention_freq
+    of_parts["linear_attention_freq"] = list(every) if isinstance(every, tuple) else every
     if architecture.moe_layer_freq is not None:
         of_parts["moe_layer_freq"] = list(architecture.moe_layer_freq[: scenario.num_layers])
     kind = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
