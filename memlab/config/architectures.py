@@ -33,6 +33,7 @@ Family = Literal[
     "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
     "kimi_k2", "glm4_moe", "gpt2", "gpt_oss",
     "minimax_m2", "olmoe", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "glm", "qwen3_next",
+    "qwen3_5_text", "qwen3_5_moe_text",
 ]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
@@ -526,6 +527,7 @@ _QWEN3_NEXT: dict[str, Any] = {
     "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
 }  # fmt: skip
+_QWEN3_5 = _QWEN3_NEXT | {"family": "qwen3_5_text", "num_query_groups": 4, "vocab_size": 248320}
 _QWEN3_NEXT_MOE = _QWEN3_NEXT | {"moe_shared_expert_gate": True, "moe_aux_loss_coeff": 1e-3}
 _GEMMA: dict[str, Any] = {"kv_channels": 256, "rotary_base": 10000.0, "layernorm_epsilon": 1e-6, "tied": True}
 _TINY: dict[str, Any] = {"num_query_groups": 2, "kv_channels": 32, "vocab_size": 256, "default_seq_length": 1024}
@@ -696,6 +698,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         # https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct/blob/main/config.json
         _row("qwen3-next-80b-a3b", 48, 2048, 5120, 16, num_moe_experts=512, moe_router_topk=10, moe_ffn_hidden_size=512,
              moe_shared_expert_intermediate_size=512, **_QWEN3_NEXT_MOE),
+        _row("qwen3.5-4b", 32, 2560, 9216, 16, tied=True, **_QWEN3_5),
+        _row("qwen3.5-9b", 32, 4096, 12288, 16, **_QWEN3_5),
         _row("qwen3-next-tiny", 4, 128, 384, 4, num_moe_experts=8, moe_ffn_hidden_size=64,
              moe_shared_expert_intermediate_size=64,
              **(_QWEN3_NEXT_MOE | _TINY | {"moe_router_topk": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
