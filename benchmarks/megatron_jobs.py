@@ -574,8 +574,7 @@ def jobs() -> Iterator[Job]:
         shared_experts_and_routers(of), families_of_experts(of), further_experts(of), dispatch_of_tokens(of)
     )
     yield from adapters(of)
-    yield from dense_families(of)
-    yield from gated_delta_net(of)
+    yield from chain(dense_families(of), gated_delta_net(of))
     yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), own_layers(of),
                      teachers(of), fp8_parameters(of, *["one rank"] * 3))  # fmt: skip
     yield from small_switches(of)

@@ -143,8 +143,8 @@ class Architecture:
     experimental_attention_variant: AttentionVariant | None = None
     """What some layers have in the place of attention."""
     linear_attention_freq: int | tuple[int, ...] | None = None
-    """One of so many layers, the last of them, has attention; or for each layer 1 if it has `experimental_attention_variant`
-    and 0 if it has attention."""
+    """One of so many layers, the last of them, has attention; or for each layer 1 if it has
+    `experimental_attention_variant` and 0 if it has attention."""
     linear_conv_kernel_dim: int = 0
     linear_key_head_dim: int = 0
     linear_value_head_dim: int = 0
@@ -304,7 +304,11 @@ class Architecture:
     @property
     def parts_of_kinds(self) -> dict[LayerKind, tuple[Part, ...]]:
         """The parts of each kind of layer that the model has, by `kind_of_layer`."""
-        kinds = sorted({self.kind_of_layer(layer) for layer in range(self.num_layers)})
+        every = self.linear_attention_freq
+        shown = self.num_layers
+        if self.moe_layer_freq is None and not isinstance(every, tuple):
+            shown = min(shown, every or 1)
+        kinds = sorted({self.kind_of_layer(layer) for layer in range(shown)})
         return {
             kind: (
                 GatedDeltaNet.of(self) if kind.has_linear_attention else self.attention,
@@ -349,7 +353,9 @@ class Architecture:
     def absent_modules(self, field: str) -> set[str]:
         """Returns the modules of ``recompute_modules`` or ``offload_modules`` that no layer of the model has."""
         present = {type(part) for part in self.parts}
-        absent = [getattr(kind, field) for kind in (LatentAttention, GatedDeltaNet, Dense, Experts) if kind not in present]
+        absent = [
+            getattr(kind, field) for kind in (LatentAttention, GatedDeltaNet, Dense, Experts) if kind not in present
+        ]
         return {name for modules in absent for name in modules}
 
     @property
@@ -391,7 +397,7 @@ class Architecture:
 
     def with_layers(self, num_layers: int) -> Architecture:
         """Returns the model of the first layers."""
-        patterns = {
+        patterns: dict[str, Any] = {
             name: pattern[:num_layers]
             for name in ("moe_layer_freq", "linear_attention_freq")
             if isinstance(pattern := getattr(self, name), tuple)

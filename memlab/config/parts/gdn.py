@@ -97,10 +97,9 @@ class GatedDeltaNet(Part):
     def shared_sizes(self) -> tuple[SharedSize, ...]:
         """Returns the heads, which tensor parallel ranks share."""
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        ranks = "tensor_model_parallel_size"
         return (
-            SharedSize("linear_num_key_heads", "heads of keys of gated delta net", keys, ranks),
-            SharedSize("linear_num_value_heads", "heads of values of gated delta net", values, ranks),
+            SharedSize("linear_num_key_heads", "heads of linear keys", keys, "tensor_model_parallel_size"),
+            SharedSize("linear_num_value_heads", "heads of linear values", values, "tensor_model_parallel_size"),
         )
 
     @property

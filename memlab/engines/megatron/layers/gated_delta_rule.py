@@ -213,7 +213,8 @@ class _Gated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return *_gate_backward(grads[0], *ctx.saved_tensors, ctx.activation), None
+        inputs, gate = ctx.saved_tensors
+        return *_gate_backward(grads[0], inputs, gate, ctx.activation), None
 
 
 @one_kernel()
