@@ -112,7 +112,8 @@ class GatedDeltaNet(Part):
         heads, keys, values = self.linear_num_value_heads, self.linear_key_head_dim, self.linear_value_head_dim
         within = _CHUNK * (3 * keys + 2 * values) + _CHUNK**2 / 3
         between = 3 * keys * values
-        return Part.operations(self, attended) + 2.0 * heads * (within + between)
+        convolved = self.convolved_width * self.linear_conv_kernel_dim
+        return Part.operations(self, attended) + 2.0 * (convolved + heads * (within + between))
 
     def operations_of_modules(self, attended: float) -> dict[str, float]:
         """Returns nothing: Megatron-Core 0.16.1 recomputes none of its modules alone."""
