@@ -131,4 +131,6 @@ class GatedDeltaNet(Part):
         keys += 2 * 2 * self.key_width * repeated if repeated > 1 else 0
         of_head = 4 + 4 + 4 + 2 + 2 * _CHUNK + of_row  # time steps, decays and their sums, beta, a chunk's matrix
         values = 2 * 5 * self.value_width  # value, output, norm, gate and the gated output
-        return (2 * self.hidden_size + entered + convolved + keys + of_head * heads + values) * tokens
+        padding = 2 * self.convolved_width * (self.linear_conv_kernel_dim - 1)
+        of_row_of_layer = 2 * self.hidden_size + entered + convolved + keys + of_head * heads + values
+        return of_row_of_layer * tokens + padding + 2 * 2 * heads  # decay rates, and what they are made of

@@ -194,8 +194,9 @@ class GroupedQueryAttention(Part):
         has_copies = recompute == "core_attn" and (self.rotates or self.qk_layernorm)
         attended = (6 if has_copies else 4) * (heads + groups) * channels
         log_sums = 0 if recompute == "core_attn" else 4 * heads
-        angles = 8 * channels if self.rotates else 0
-        attended += 4 * self.query_width if self.attention_output_gate else 0  # the gate, and the gated output
+        angles = 8 * int(channels * self.rotary_percent) if self.rotates else 0
+        if self.attention_output_gate:  # the gate, the gated output, and maybe its part of linear_qkv's output
+            attended += (6 if has_copies else 4) * self.query_width
         return (4 * self.hidden_size + of_row + norms + attended + log_sums + angles) * tokens
 
 

@@ -41,7 +41,7 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
     of_parts: dict[str, Any] = {
         name: getattr(architecture, name) for name in ("ffn_hidden_size", "gated_linear_unit", "add_bias_linear")
     }
-    for part in architecture.parts:
+    for part in (architecture.attention, *architecture.parts):  # a cut model may have no layer with attention
         of_parts |= {**asdict(part), **part.megatron}
     if isinstance(architecture.window_attn_skip_freq, tuple):
         of_parts["window_attn_skip_freq"] = list(architecture.window_attn_skip_freq)

@@ -2,8 +2,7 @@
 
 Each function saves for backward what the original saves, and takes in between what it takes, in the same order
 (flash-linear-attention 0.4.2, which megatron-core 0.16.1 and 0.19.2 ask for: ``fla/ops/gated_delta_rule/chunk.py``,
-``fla/ops/common``, ``fla/ops/utils`` and ``fla/modules/l2norm.py``). Values are those of Megatron-Core's own rule in
-torch, ``torch_chunk_gated_delta_rule``.
+``fla/ops/common``, ``fla/ops/utils`` and ``fla/modules/l2norm.py``). Values are computed in fp32.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
 
 from memlab.engines.megatron.layers.kernel_timing import time_variants
 from memlab.meter.labels import one_kernel
@@ -169,7 +167,7 @@ def _fill_output(
     decay: torch.Tensor,
     beta: torch.Tensor,
 ) -> None:
-    output.copy_(torch_chunk_gated_delta_rule(query, key, value, g=decay, beta=beta)[0])
+    output.copy_(_rule(query, key, value, decay, beta))
     for part, own in zip(sums.split(CHUNK, dim=1), decay.split(CHUNK, dim=1), strict=True):
         part.copy_(own.cumsum(1))
 
@@ -180,9 +178,42 @@ def _fill_gradients(gradients: tuple[torch.Tensor, ...], grad: torch.Tensor, *sa
     chunks = [torch.cat((part[:, :1], part[:, 1:] - part[:, :-1]), dim=1) for part in sums.split(CHUNK, dim=1)]
     inputs = [each.detach().requires_grad_() for each in (query, key, value, torch.cat(chunks, dim=1), beta)]
     with torch.enable_grad():
-        output, _ = torch_chunk_gated_delta_rule(*inputs[:3], g=inputs[3], beta=inputs[4])
+        output = _rule(*inputs).to(grad.dtype)
     for target, own in zip(gradients, torch.autograd.grad(output, inputs, grad), strict=True):
         target.copy_(own)
+
+
+def _rule(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """Returns the rule's output in fp32: each token decays the state, and writes its value at the place of its key."""
+    tokens, scale = query.shape[1], query.shape[-1] ** -0.5
+    query, key, value, decay, beta = (_chunks(each) for each in (query.float() * scale, key, value, decay, beta))
+    sums, beta = decay.cumsum(-1), beta.unsqueeze(-1)
+    seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=query.device).tril()
+    decays = (sums.unsqueeze(-1) - sums.unsqueeze(-2)).masked_fill(~seen, -torch.inf).exp()
+    from_start, to_end = sums.exp().unsqueeze(-1), (sums[..., -1:] - sums).exp().unsqueeze(-1)
+    among = (beta * key @ key.transpose(-1, -2) * decays).tril(-1)
+    unit = torch.eye(CHUNK, device=query.device)
+    changed = torch.linalg.solve_triangular(unit + among, torch.cat((beta * value, beta * key * from_start), -1),
+                                            upper=False, unitriangular=True)  # fmt: skip
+    own, of_state = changed.split((value.shape[-1], key.shape[-1]), dim=-1)
+    attended = query @ key.transpose(-1, -2) * decays
+    state = key.new_zeros(*key.shape[1:-2], key.shape[-1], value.shape[-1])
+    outputs = []
+    for number in range(len(query)):
+        written = own[number] - of_state[number] @ state
+        outputs.append(query[number] * from_start[number] @ state + attended[number] @ written)
+        kept = from_start[number, ..., -1:, :] * state
+        state = kept + (key[number] * to_end[number]).transpose(-1, -2) @ written
+    return torch.cat(outputs, dim=-2)[..., :tokens, :].transpose(1, 2)
+
+
+def _chunks(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns [batch, tokens, heads, ...] in fp32 as [chunks, batch, heads, tokens, ...], the last chunk filled up."""
+    missing = -tensor.shape[1] % CHUNK
+    filled = torch.cat((tensor.float(), tensor.new_zeros(tensor.shape[0], missing, *tensor.shape[2:]).float()), dim=1)
+    return filled.unflatten(1, (-1, CHUNK)).movedim(1, 0).movedim(3, 2)
 
 
 def apply_gated_norm(layer: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
