@@ -375,14 +375,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 512,
         "moe_shared_expert_gate": True,
     },
-    "qwen3.5-4b": {
+    "qwen3.5-text-4b": {
         **_DELTA_NET,
         "hidden_size": 2560,
         "ffn_hidden_size": 9216,
         "num_attention_heads": 16,
         "num_query_groups": 4,
     },
-    "qwen3.5-9b": {
+    "qwen3.5-text-9b": {
         **_DELTA_NET,
         "hidden_size": 4096,
         "ffn_hidden_size": 12288,
@@ -469,13 +469,13 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "mistral-7b-v0.3": {"vocab_size": 32768, "rotary_base": 1000000},
     "qwen3-14b": {"vocab_size": 151936, "rotary_base": 1000000},
     "qwen3-next-80b-a3b": {"vocab_size": 151936, "rotary_base": 10000000, "rotary_percent": 0.25},
-    "qwen3.5-4b": {
+    "qwen3.5-text-4b": {
         "vocab_size": 248320,
         "rotary_base": 10000000,
         "rotary_percent": 0.25,
         "share_embeddings_and_output_weights": True,
     },
-    "qwen3.5-9b": {"vocab_size": 248320, "rotary_base": 10000000, "rotary_percent": 0.25},
+    "qwen3.5-text-9b": {"vocab_size": 248320, "rotary_base": 10000000, "rotary_percent": 0.25},
     **{
         name: {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True}
         for name in ("qwen2.5-0.5b", "qwen2.5-3b", "qwen3-0.6b", "qwen3-1.7b")

@@ -145,11 +145,11 @@ class Architecture:
     linear_attention_freq: int | tuple[int, ...] | None = None
     """One of so many layers, the last of them, has attention; or for each layer 1 if it has
     `experimental_attention_variant` and 0 if it has attention."""
-    linear_conv_kernel_dim: int = 0
-    linear_key_head_dim: int = 0
-    linear_value_head_dim: int = 0
-    linear_num_key_heads: int = 0
-    linear_num_value_heads: int = 0
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
     moe_layer_freq: tuple[int, ...] | None = None
     """For each layer, 1 if it has experts and 0 if it is dense. None has experts in every layer, if there are any."""
     default_seq_length: int = 4096
@@ -530,11 +530,12 @@ _DEEPSEEK_V3 = _NO_AUX | {
 _QWEN3_NEXT: dict[str, Any] = {
     "family": "qwen3_next", "num_query_groups": 2, "kv_channels": 256, "vocab_size": 151936, "rotary_base": 1e7,
     "rotary_percent": 0.25, "layernorm_epsilon": 1e-6, "qk_layernorm": True, "attention_output_gate": True,
-    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4, "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4,
 }  # fmt: skip
 _QWEN3_5 = _QWEN3_NEXT | {"family": "qwen3_5_text", "num_query_groups": 4, "vocab_size": 248320}
+_SMALL_QWEN3_5 = _QWEN3_5 | {"num_query_groups": 2, "linear_num_value_heads": 16}
 _QWEN3_NEXT_MOE = _QWEN3_NEXT | {"moe_shared_expert_gate": True, "moe_aux_loss_coeff": 1e-3}
+_QWEN3_5_MOE = _QWEN3_NEXT_MOE | {"family": "qwen3_5_moe_text", "vocab_size": 248320, "moe_router_topk": 8}
 _GEMMA: dict[str, Any] = {"kv_channels": 256, "rotary_base": 10000.0, "layernorm_epsilon": 1e-6, "tied": True}
 _TINY: dict[str, Any] = {"num_query_groups": 2, "kv_channels": 32, "vocab_size": 256, "default_seq_length": 1024}
 
@@ -704,8 +705,19 @@ ARCHITECTURES: dict[str, Architecture] = {
         # https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct/blob/main/config.json
         _row("qwen3-next-80b-a3b", 48, 2048, 5120, 16, num_moe_experts=512, moe_router_topk=10, moe_ffn_hidden_size=512,
              moe_shared_expert_intermediate_size=512, **_QWEN3_NEXT_MOE),
-        _row("qwen3.5-4b", 32, 2560, 9216, 16, tied=True, **_QWEN3_5),
-        _row("qwen3.5-9b", 32, 4096, 12288, 16, **_QWEN3_5),
+        # The language models of https://huggingface.co/Qwen/Qwen3.5-27B/blob/main/config.json, and likewise
+        _row("qwen3.5-text-0.8b", 24, 1024, 3584, 8, tied=True, **_SMALL_QWEN3_5),
+        _row("qwen3.5-text-2b", 24, 2048, 6144, 8, tied=True, **_SMALL_QWEN3_5),
+        _row("qwen3.5-text-4b", 32, 2560, 9216, 16, tied=True, **_QWEN3_5),
+        _row("qwen3.5-text-9b", 32, 4096, 12288, 16, **_QWEN3_5),
+        _row("qwen3.5-text-27b", 64, 5120, 17408, 24, **(_QWEN3_5 | {"linear_num_value_heads": 48})),
+        _row("qwen3.5-text-35b-a3b", 40, 2048, 512, 16, num_moe_experts=256, moe_ffn_hidden_size=512,
+             moe_shared_expert_intermediate_size=512, **_QWEN3_5_MOE),
+        _row("qwen3.5-text-122b-a10b", 48, 3072, 1024, 32, num_moe_experts=256, moe_ffn_hidden_size=1024,
+             moe_shared_expert_intermediate_size=1024, **(_QWEN3_5_MOE | {"linear_num_value_heads": 64})),
+        _row("qwen3.5-text-397b-a17b", 60, 4096, 1024, 32, num_moe_experts=512, moe_ffn_hidden_size=1024,
+             moe_shared_expert_intermediate_size=1024,
+             **(_QWEN3_5_MOE | {"moe_router_topk": 10, "linear_num_value_heads": 64})),
         _row("qwen3-next-tiny", 4, 128, 384, 4, num_moe_experts=8, moe_ffn_hidden_size=64,
              moe_shared_expert_intermediate_size=64,
              **(_QWEN3_NEXT_MOE | _TINY | {"moe_router_topk": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
@@ -732,6 +744,7 @@ HUGGING_FACE_NAMES = {
     **{f"mixtral-{size}": f"mistralai/Mixtral-{size.replace('b', 'B')}-v0.1" for size in ("8x7b", "8x22b")},
     **{f"gpt-oss-{size}b": f"openai/gpt-oss-{size}b" for size in (20, 120)},
     "minimax-m2": "MiniMaxAI/MiniMax-M2",
+    "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
     "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0125",
     "glm-4.5": "zai-org/GLM-4.5",
     "glm-4.5-air": "zai-org/GLM-4.5-Air",

@@ -397,16 +397,17 @@ class Scenario:
             )
 
     def _check_gated_delta_net(self) -> None:
-        """Refuses what Megatron-Core 0.16.1 does not have (``transformer_config.py``, ``ssm/gated_delta_net.py``)."""
-        for name, value, only, words in (
-            ("context_parallel_size", self.layout.context_parallel_size, 1, "context parallel"),
-            ("packed_sequences", self.packed_sequences, None, "packed sequence"),
-            ("transformer_impl", self.state.transformer_impl, "transformer_engine", "layers of its own"),
+        """Refuses what Megatron-Core 0.16.1 refuses (``transformer_config.py`` and ``ssm/gated_delta_net.py``)."""
+        for name, value, only in (
+            ("context_parallel_size", self.layout.context_parallel_size, 1),
+            ("packed_sequences", self.packed_sequences, None),
+            ("transformer_impl", self.state.transformer_impl, "transformer_engine"),
         ):
             if value != only:
                 raise RuleError(
-                    f"{name} is {value!r}, must be {only!r} for {self.architecture.name}, since Megatron-Core's gated "
-                    f"delta net 'does not support {words} for now' (0.16.1): choose {only!r}, or another model",
+                    f"{name} is {value!r}, must be {'left out' if only is None else repr(only)} for "
+                    f"{self.architecture.name}, by a rule of Megatron-Core 0.16.1 for gated delta net: correct it, or "
+                    "choose another model",
                     name,
                 )
 
