@@ -630,10 +630,10 @@ def jobs() -> Iterator[Job]:
         shared_experts_and_routers(of), families_of_experts(of), further_experts(of), dispatch_of_tokens(of)
     )
     yield from adapters(of)
-    yield from chain(dense_families(of), gated_delta_net(of))
+    yield from dense_families(of)
     yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), own_layers(of),
                      teachers(of), fp8_parameters(of, *["one rank"] * 3))  # fmt: skip
-    yield from chain(small_switches(of), mamba(of))
+    yield from chain(small_switches(of), mamba(of), gated_delta_net(of))
     # Two ranks.
     yield from chain(latent_attention_of_two_ranks(of), fp8_parameters(of, "TP2", "DP2", "EP2 DP2"))
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
