@@ -104,3 +104,12 @@ def test_what_no_such_model_has_is_refused(change: dict[str, Any], words: str) -
 def test_what_megatron_core_refuses_is_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Scenario.of("qwen3-next-tiny", seq_length=64, **given)
+
+
+@pytest.mark.slow
+def test_logits_are_those_of_transformers_with_the_same_weights() -> None:
+    pytest.importorskip("transformers.models.qwen3_next")
+    from benchmarks.against_transformers import largest_difference
+
+    difference, largest = largest_difference(NEXT)
+    assert difference < 1e-5 * largest
