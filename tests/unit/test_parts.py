@@ -36,6 +36,7 @@ MODELS = [
         "qwen2-moe-tiny",
         "nemotron-h-tiny",
         "nemotron-3-tiny",
+        "qwen3-next-tiny",
         "qwen3-moe-tiny",
     )
 ]
