@@ -915,19 +915,21 @@ _VARIANTS = re.compile(
 
 
 def known_names() -> str:
-    """Returns the names of `ARCHITECTURES` for a message: those that differ in their last part as ``qwen3-{4b,8b}``.
-
-    Of the tiny members it has a few.
-    """
+    """Returns the names of `ARCHITECTURES`: those that differ in their last part as ``qwen3-{4b,8b}``."""
     ends: dict[str, list[str]] = {}
     for name in ARCHITECTURES:
         start, _, end = name.rpartition("-")
-        if end != "tiny" or start in ("qwen3-moe", "phi-4"):
-            ends.setdefault(start, []).append(end)
-    names = [
+        ends.setdefault(start, []).append(end)
+    return ", ".join(
         f"{start}-{found[0]}" if len(found) == 1 else f"{start}-{{{','.join(found)}}}" for start, found in ends.items()
-    ]
-    return f"{', '.join(names)}, and other tiny ones"
+    )
+
+
+def names_of_families() -> str:
+    """Returns a name of each family, for a message of one line."""
+    first = {model.family: name for name, model in reversed(ARCHITECTURES.items())}
+    names = [name for name, model in ARCHITECTURES.items() if first[model.family] == name]
+    return f"{', '.join(names)}, and others of these families (memlab predict --help)"
 
 
 _MODEL_NAME = re.compile(r"[^./~][^/]*(/[^/]+)?|(.*/)?models--.*")
@@ -962,7 +964,7 @@ def find_architecture(name: str | Path) -> Architecture:
     if not isinstance(name, (str, Path)):
         raise ValueError(
             f"architecture is {shortened(name)}, must be a name, a path or an Architecture: choose from "
-            f"{known_names()}, or give the path of a config.json or its folder"
+            f"{names_of_families()}, or give the path of a config.json or its folder"
         )
     known = ARCHITECTURES.get(str(name))
     if known is not None:
@@ -976,12 +978,12 @@ def find_architecture(name: str | Path) -> Architecture:
                 return published
             raise ValueError(
                 f"architecture {shortened(str(name))} is neither a known name nor a Hugging Face config.json: "
-                f"choose from {known_names()}, or give the path of a config.json or its folder"
+                f"choose from {names_of_families()}, or give the path of a config.json or its folder"
             )
     except OSError as error:  # a name that is too long, a folder that may not be entered
         raise ValueError(
             f"architecture {shortened(str(name))} cannot be read ({(error.strerror or '').lower()}): choose from "
-            f"{known_names()}, or give the path of a config.json or its folder"
+            f"{names_of_families()}, or give the path of a config.json or its folder"
         ) from error
     config = read_json(config_path, "give a Hugging Face config.json")
     if not isinstance(config, dict):
