@@ -102,18 +102,21 @@ def _fill_workspaces(scenario: Scenario) -> None:
     grouped = has_experts(scenario)
     beside = grouped and scenario.state.moe_shared_expert_overlap and scenario.architecture.moe_shared_expert_gate
     has_linears = scenario.state.transformer_impl == "transformer_engine"
+    overlapped, captured = uses_user_buffers(scenario), scenario.state.cuda_graph_impl != "none"
     hold_fake_workspaces(
         cublas=multiplies_with_torch(scenario),
         linears=has_linears,
         grouped=grouped,
         gates_beside=beside,
-        overlapped=uses_user_buffers(scenario),
+        overlapped=overlapped,
+        before=("torch", "transformer_engine") if overlapped or captured else (),  # which comes first is not known
     )
 
 
 def _fill_workspaces_as_before_0_4(scenario: Scenario) -> None:
     is_megatron = scenario.engine == "megatron"
-    hold_fake_workspaces(linears=is_megatron, grouped=is_megatron and has_experts(scenario))
+    grouped = is_megatron and has_experts(scenario)
+    hold_fake_workspaces(linears=is_megatron, grouped=grouped, before=("torch",))
     torch.cuda.empty_cache()
 
 
