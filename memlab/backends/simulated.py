@@ -35,9 +35,7 @@ from memlab.engines.megatron.layers import attention_workspace, fake_fp8, fp8_pa
 from memlab.engines.megatron.layers.fake_layers import FakeProvider
 from memlab.engines.megatron.layers.norm_workspace import with_workspace
 from memlab.engines.megatron.layers.own_layers import OwnProvider
-from memlab.engines.megatron.retention.transformer_engine_caches import (
-    hold_fake_workspaces,
-)
+from memlab.engines.megatron.retention.transformer_engine_caches import LIBRARIES, hold_fake_workspaces
 from memlab.engines.process_group import join_alone
 from memlab.meter.labels import Labels
 from memlab.meter.protocol import Meter
@@ -102,14 +100,15 @@ def _fill_workspaces(scenario: Scenario) -> None:
     grouped = has_experts(scenario)
     beside = grouped and scenario.state.moe_shared_expert_overlap and scenario.architecture.moe_shared_expert_gate
     has_linears = scenario.state.transformer_impl == "transformer_engine"
-    overlapped, captured = uses_user_buffers(scenario), scenario.state.cuda_graph_impl != "none"
+    overlapped = uses_user_buffers(scenario)
+    is_order_known = not overlapped and scenario.state.cuda_graph_impl == "none"
     hold_fake_workspaces(
         cublas=multiplies_with_torch(scenario),
         linears=has_linears,
         grouped=grouped,
         gates_beside=beside,
         overlapped=overlapped,
-        before=("torch", "transformer_engine") if overlapped or captured else (),  # which comes first is not known
+        before=() if is_order_known else LIBRARIES,
     )
 
 

@@ -225,7 +225,7 @@ def timed_at_first_call(kernel: Hashable, num_bytes: int) -> None:
 def allocated_at_first(product: Product | None) -> Iterator[None]:
     """Runs the block with new storages that get their memory at the first matrix product of a kind.
 
-    They count as allocated from now on, so that a step in which such a product comes first has the events of all others.
+    They count as allocated from now on: a pass in which such a product comes first has the events of all others.
 
     Args:
         product: The kind, as `multiplies` reports it; None if they get their memory now.

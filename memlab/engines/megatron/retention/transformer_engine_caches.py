@@ -27,6 +27,7 @@ TE_GROUPED_GEMM_STREAMS = 4
 """Streams of a grouped matrix product, with a workspace each (``get_num_compute_streams``, ``module/base.py``)."""
 
 Library = Literal["torch", "transformer_engine"]
+LIBRARIES: tuple[Library, ...] = ("torch", "transformer_engine")
 
 _simulated_workspaces: list[torch.Tensor] = []
 simulated_causal_masks: dict[int, torch.Tensor] = {}
