@@ -55,6 +55,16 @@ _NO_AUX = {
     "moe_router_enable_expert_bias": True,
     "moe_router_bias_update_rate": 0.0,  # so that each step routes as the first one did
 }
+_HYBRID = {
+    "gated_linear_unit": False,
+    "bias_activation_fusion": False,  # Megatron-Core has no fused squared ReLU
+    "kv_channels": 128,
+    "layernorm_epsilon": 1e-5,
+    "is_hybrid_model": True,
+    "mamba_head_dim": 64,
+    "mamba_state_dim": 128,
+    "mamba_num_groups": 8,
+}
 MODELS: dict[str, dict[str, Any]] = {
     # https://huggingface.co/Qwen/Qwen3-30B-A3B/blob/main/config.json
     "qwen3-30b-a3b": {
@@ -337,8 +347,52 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "layernorm_epsilon": 1e-6,
     },
+    # src/megatron/bridge/models/nemotronh/nemotron_h_provider.py of Megatron-Bridge 0.3.1, and likewise. The positions
+    # of tokens are in no embedding.
+    "nemotron-h-8b": {
+        **_HYBRID,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 21504,
+        "num_attention_heads": 32,
+        "num_query_groups": 8,
+        "mamba_num_heads": 128,
+    },
+    "nvidia-nemotron-nano-9b-v2": {
+        **_HYBRID,
+        "hidden_size": 4480,
+        "ffn_hidden_size": 15680,
+        "num_attention_heads": 40,
+        "num_query_groups": 8,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 80,
+    },
+    "nvidia-nemotron-3-nano-30b-a3b": {
+        **_HYBRID,
+        **{name: value for name, value in _MOE.items() if name not in ("qk_layernorm", "layernorm_epsilon")},
+        **_NO_AUX,
+        "moe_aux_loss_coeff": 1e-4,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "hidden_size": 2688,
+        "ffn_hidden_size": 1856,
+        "num_attention_heads": 32,
+        "num_query_groups": 2,
+        "mamba_num_heads": 64,
+        "num_moe_experts": 128,
+        "moe_router_topk": 6,
+        "moe_ffn_hidden_size": 1856,
+        "moe_shared_expert_intermediate_size": 3712,
+        "moe_router_num_groups": 1,
+        "moe_router_group_topk": 1,
+        "moe_router_topk_scaling_factor": 2.5,
+    },
 }
 """Fields of Megatron's ``TransformerConfig``."""
+HYBRIDS = {
+    "nemotron-h-8b": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "nvidia-nemotron-nano-9b-v2": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "nvidia-nemotron-3-nano-30b-a3b": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+}
+"""Which layers of Megatron's ``MambaModel`` are Mamba, attention, an MLP or experts."""
 EMBEDDINGS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": {"vocab_size": 151936, "rotary_base": 1000000},
     "phi-4": {"vocab_size": 100352, "rotary_base": 250000},
@@ -376,6 +430,7 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
         name: {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True}
         for name in ("qwen2.5-0.5b", "qwen2.5-3b", "qwen3-0.6b", "qwen3-1.7b")
     },
+    **{name: {"vocab_size": 131072, "position_embedding_type": "none"} for name in HYBRIDS},
 }
 """Arguments of Megatron's ``GPTModel``."""
 TINY = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 16}
@@ -441,7 +496,7 @@ class Job:
 
 QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, GPT, *_OF_EXPERTS = MODELS
 MOONLIGHT, LITE, V3, QWEN_MOE, MIXTRAL, GLM, GPT_OSS, MINIMAX, OLMOE, *_OTHERS = _OF_EXPERTS
-LLAMA_3B, MISTRAL, QWEN2_HALF, QWEN2_3B, QWEN_HALF, QWEN_2B, QWEN_14B = _OTHERS
+LLAMA_3B, MISTRAL, QWEN2_HALF, QWEN2_3B, QWEN_HALF, QWEN_2B, QWEN_14B, NEMOTRON_H, NANO_9B, NANO_30B = _OTHERS
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -525,7 +580,7 @@ def jobs() -> Iterator[Job]:
     yield from dense_families(of)
     yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), own_layers(of),
                      teachers(of), fp8_parameters(of, *["one rank"] * 3))  # fmt: skip
-    yield from small_switches(of)
+    yield from chain(small_switches(of), mamba(of))
     # Two ranks.
     yield from chain(latent_attention_of_two_ranks(of), fp8_parameters(of, "TP2", "DP2", "EP2 DP2"))
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
@@ -544,6 +599,19 @@ def jobs() -> Iterator[Job]:
     for some in (exchanges_of_heads, rings_of_flash_attn, fusions_of_two_ranks, classic_gpt_of_two_ranks,
                  heads_of_two_ranks, adapters_of_two_ranks, teachers_of_two_ranks):  # fmt: skip
         yield from some(of)
+
+
+def mamba(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank with layers of Mamba."""
+    alone = "one rank"
+    yield from of(NEMOTRON_H, 9, alone, {}, recompute("core_attn"), ATTENTION, FULL)
+    yield from of(NANO_30B, 6, alone, {}, recompute("moe_act"), EXPERTS, recompute("moe"))
+    yield from of(NEMOTRON_H, 4, alone, seq_length=16384)
+    yield from of(NEMOTRON_H, 4, alone, micro_batch_size=2)
+    yield from of(NEMOTRON_H, 9, alone, num_microbatches=3, state=LOW_PRECISION | FUSED_GRADIENTS)
+    yield from of(NANO_30B, 13, alone, num_microbatches=2, config={"num_moe_experts": 32}, state=LOW_PRECISION)
+    yield from of(NANO_30B, 6, alone, recompute("layernorm", "moe_act"), recompute("shared_experts"))
+    yield from of(NANO_9B, 8, alone)
 
 
 CRITIC = {"num_labels": 1}

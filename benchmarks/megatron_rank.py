@@ -25,6 +25,7 @@ from unittest.mock import patch
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.activations import squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
@@ -44,7 +45,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from benchmarks.megatron_jobs import EMBEDDINGS, LAYERS, MODELS, Job
+from benchmarks.megatron_jobs import EMBEDDINGS, HYBRIDS, LAYERS, MODELS, Job
 from benchmarks.megatron_passes import Forward, Head, forward_of, frozen
 
 NUM_STEPS = 4
@@ -242,6 +243,8 @@ def transformer_config(job: Job) -> TransformerConfig:
     }
     is_gated = values["gated_linear_unit"]
     values["activation_func"] = torch.nn.functional.silu if is_gated else torch.nn.functional.gelu
+    if job.model in HYBRIDS:
+        values["activation_func"] = squared_relu
     if "glu_linear_offset" in values:
         # The object that the config compares with: memlab's stand-ins replace compiled functions.
         values["activation_func"] = importlib.import_module(TransformerConfig.__module__).quick_gelu
@@ -314,8 +317,25 @@ _OF_TEACHER = (
 )
 
 
+def mamba_model(job: Job, config: TransformerConfig) -> Any:
+    """Builds a model of several kinds of layers, of which one is Mamba; its kernels need a GPU."""
+    models = "megatron.core.models.mamba"
+    spec = importlib.import_module(f"{models}.mamba_layer_specs").mamba_stack_spec
+    return importlib.import_module(models).MambaModel(
+        config=config,
+        mamba_stack_spec=spec,
+        hybrid_override_pattern=HYBRIDS[job.model][: job.num_layers],
+        **EMBEDDINGS[job.model] | {"vocab_size": job.vocab_size},
+        max_sequence_length=job.seq_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+
+
 def gpt_model(job: Job, config: TransformerConfig, number: int = 0) -> GPTModel:
     """Builds a chunk of this rank's pipeline stage, with the head that a job has in place of the output layer."""
+    if job.model in HYBRIDS:
+        return mamba_model(job, config)
     place = {"vp_stage": number if config.virtual_pipeline_model_parallel_size else None}
     num_labels = job.state.get("num_labels")
     of_engine = config.transformer_impl == "transformer_engine"
@@ -506,7 +526,11 @@ def noting_routes(chunks: list[Any]) -> Iterator[dict[int, list[list[int]]]]:
     All micro-batches have the same tokens and weights, and recompute repeats a forward: one list per layer is expected.
     Megatron itself takes the numbers to the host, so noting them allocates nothing on the device.
     """
-    names = {id(layer.mlp.experts): layer.layer_number for layer in layers_of(chunks) if hasattr(layer.mlp, "experts")}
+    names = {
+        id(layer.mlp.experts): layer.layer_number
+        for layer in layers_of(chunks)
+        if getattr(layer, "is_moe_layer", False)
+    }
     of_all = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TEGroupedMLP)]
     last = max((layer.layer_number for layer in layers_of(chunks)), default=0)
     # Those of multi-token prediction follow the model's own.

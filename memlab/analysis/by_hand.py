@@ -37,11 +37,10 @@ def bytes_by_hand(model: Architecture, num_layers: int, tokens: int, recompute: 
         raise ValueError(f"recompute is {recompute!r}, must be one of {', '.join(choices)}: choose one of them")
     num_parameters = model.with_layers(num_layers).num_parameters
     kinds = model.kinds_of(range(num_layers)).items()
-    kept = num_layers * model.attention.kept_bytes(tokens, recompute)
     return {
         "parameters": 2 * num_parameters,
         "gradients": 4 * num_parameters,
         "optimizer state": 12 * num_parameters,
-        "kept by the layers": kept + sum(count * part.kept_bytes(tokens, recompute) for part, count in kinds),
+        "kept by the layers": sum(count * part.kept_bytes(tokens, recompute) for part, count in kinds),
         "logits": (2 + 4) * model.vocab_size * tokens + 2 * (2 * model.hidden_size * tokens),
     }

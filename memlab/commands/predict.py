@@ -359,7 +359,8 @@ def _alternative_settings(fit: Fit) -> list[str]:
             return [f"{starts}: take another training state, another layout, or more GPUs"]
         combined = "no single setting makes it fit: let memlab search combine them"
         return [f"{combined}, or take another training state, a smaller batch, or more GPUs"]
+    may = ", or may where a line says so" if any(choice.verdict == "may fit" for choice in fit.alternatives) else ""
     return [
-        "each of these settings would make it fit, the cheapest first:",
+        f"each of these settings would make it fit{may}, the cheapest first:",
         *(f"  {choice}" for choice in fit.alternatives),
     ]

@@ -7,6 +7,7 @@ their family's shape (grouped-query attention, q/k norms, experts) at widths tha
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -248,15 +249,25 @@ class Architecture:
         return LatentAttention.of(self) if self.multi_latent_attention else GroupedQueryAttention.of(self)
 
     @property
-    def feed_forwards(self) -> tuple[FeedForward, ...]:
-        """The kinds of second parts that its layers have."""
-        kinds = {self.num_moe_experts is not None} if self.moe_layer_freq is None else {*self.moe_layer_freq}
-        return tuple((Experts if routes else Dense).of(self) for routes in sorted(kinds))
+    def parts_of_kinds(self) -> dict[int | str, tuple[Part, ...]]:
+        """The parts of each kind of layer that the model has, by `kind_of_layer`."""
+        kinds = {int(self.num_moe_experts is not None)} if self.moe_layer_freq is None else {*self.moe_layer_freq}
+        return {routes: (self.attention, (Experts if routes else Dense).of(self)) for routes in sorted(kinds)}
+
+    def kind_of_layer(self, layer: int) -> int | str:
+        """Returns which kind a layer is of, by its number from 0: 1 if it has experts, and 0 if it is dense."""
+        return int(self.num_moe_experts is not None) if self.moe_layer_freq is None else self.moe_layer_freq[layer]
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The kinds of parts that its layers have."""
-        return self.attention, *self.feed_forwards
+        """The kinds of parts that its layers have, those of attention first."""
+        found = dict.fromkeys(part for parts in self.parts_of_kinds.values() for part in parts)
+        return tuple(sorted(found, key=lambda part: isinstance(part, FeedForward)))
+
+    @property
+    def feed_forwards(self) -> tuple[FeedForward, ...]:
+        """The kinds of feed-forward parts that its layers have."""
+        return tuple(part for part in self.parts if isinstance(part, FeedForward))
 
     @property
     def shared_sizes(self) -> list[SharedSize]:
@@ -299,21 +310,18 @@ class Architecture:
         ignored_by_all = {**self.attention.without_effect, **everywhere}
         return {name: reason for name, reason in ignored_by_all.items() if name not in self.attention.effective}
 
-    def kinds_of(self, layers: Sequence[int]) -> dict[FeedForward, int]:
-        """Returns how many of the layers, which are numbered from 0, have each kind of second part."""
-        kinds = self.feed_forwards
-        if self.moe_layer_freq is None:
-            return dict.fromkeys(kinds, len(layers))
-        return {kind: sum(self.moe_layer_freq[layer] == kind.routes for layer in layers) for kind in kinds}
+    def kinds_of(self, layers: Sequence[int]) -> dict[Part, int]:
+        """Returns how many of the layers, which are numbered from 0, have each kind of part."""
+        kinds, counts = self.parts_of_kinds, Counter(map(self.kind_of_layer, layers))
+        return {part: sum(counts[kind] for kind, parts in kinds.items() if part in parts) for part in self.parts}
 
     def num_routing(self, layers: Sequence[int]) -> int:
         """Returns how many of the layers, which are numbered from 0, send tokens to experts."""
         return sum(count for part, count in self.kinds_of(layers).items() if part.routes)
 
-    def parts_of(self, layer: int) -> tuple[GroupedQueryAttention | LatentAttention, FeedForward]:
-        """Returns the parts of a layer, by its number from 0."""
-        (feed_forward,) = (part for part, count in self.kinds_of([layer]).items() if count)
-        return self.attention, feed_forward
+    def parts_of(self, layer: int) -> tuple[Part, ...]:
+        """Returns the parts of a layer, by its number from 0, in the order in which it computes them."""
+        return self.parts_of_kinds[self.kind_of_layer(layer)]
 
     def is_divided_by(self, ranks: str) -> bool:
         """Whether a part has something that a size of the layout, by its name, divides."""
@@ -326,8 +334,11 @@ class Architecture:
 
     def weights_of(self, layers: Sequence[int]) -> dict[Weight, int]:
         """Returns how many of the layers, which are numbered from 0, have each of their parameters."""
-        counts = dict.fromkeys(self.attention.weights(), len(layers))
-        return counts | {weight: n for part, n in self.kinds_of(layers).items() if n for weight in part.weights()}
+        counts: Counter[Weight] = Counter()
+        for part, n in self.kinds_of(layers).items():
+            for weight in part.weights() if n else ():
+                counts[weight] += n
+        return counts
 
     @property
     def output_weight(self) -> Weight:

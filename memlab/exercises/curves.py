@@ -31,11 +31,11 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
     varying = [21.0, 44.0, 30.0, 25.0, 61.0, 22.0, 38.0, 29.0]
     return [
         ("spike", _steps([10.33] * 8, [68.03, 70.1, 71.2, 69.0, 70.4, 72.3, 69.9, 73.94])),
-        ("leak", _steps([20 + 0.5 * step for step in range(8)], varying, [0.5] * 8)),
+        ("leak", _steps([20 + 0.5 * step for step in range(8)], varying, [0.5 + 0.5 * step for step in range(8)])),
         ("retention", _steps([74.0] * 8, [76.3] * 8, [1.5] * 8)),
         ("growth", _steps([3.4, *[10.33] * 6, 10.35], [19.0] * 8)),
         ("spike", _steps([50.0, *[50.2] * 6, 50.4], [78.0, *[60.0] * 7])),
-        ("leak", _steps([40.0, 40.0, 40.0, 40.0, 41.0, 42.0, 43.0, 44.0], flat, [0.0] * 4 + [1.0] * 4)),
+        ("leak", _steps([40.0, 40.0, 40.0, 40.0, 41.0, 42.0, 43.0, 44.0], flat, [0.0] * 3 + [1.0, 2.0, 3.0, 4.0, 5.0])),
         ("growth", _steps([12.0, 12.0, 31.0, 31.0, 31.0, 31.0, 31.0, 31.0], [40.0] * 8)),
         ("retention", _steps([20.0] * 8, varying, [6.0] * 8)),
         ("leak", _steps([50 + 0.2 * step for step in range(12)], [80.0] * 12)),

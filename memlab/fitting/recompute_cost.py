@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from memlab.config.parts.part import Part
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.transformers_linears import linears
@@ -35,8 +34,7 @@ def recomputed_operations(settings: MemorySettings, scenario: Scenario) -> float
         return sum(_operations_of_layers(scenario, chunk) for chunk in chunks)
     model, attended = scenario.architecture, _attended(scenario)
     modules = settings.recompute_modules or ()
-    counts: list[tuple[Part, int]] = [(model.attention, scenario.num_layers_of_stage)]
-    counts += model.kinds_of(scenario.layers_of_rank).items()
+    counts = model.kinds_of(scenario.layers_of_rank).items()
     return sum(count * part.operations_of_modules(attended).get(name, 0) for part, count in counts for name in modules)
 
 
@@ -60,8 +58,7 @@ def share_text(share: float) -> str:
 
 def _operations_of_layers(scenario: Scenario, layers: Sequence[int]) -> float:
     model, attended = scenario.architecture, _attended(scenario)
-    of_attention = len(layers) * model.attention.operations(attended)
-    return of_attention + sum(n * part.operations(attended) for part, n in model.kinds_of(layers).items())
+    return sum(count * part.operations(attended) for part, count in model.kinds_of(layers).items())
 
 
 def _attended(scenario: Scenario) -> float:

@@ -306,16 +306,15 @@ def _layer_graphs_bytes(scenario: Scenario) -> int:
     ``moe_preprocess`` it ends with the rows that a rank sends, and what experts keep of each row is not in it.
     """
     model, tokens, passes = scenario.architecture, scenario.tokens_of_rank, scenario.most_passes_in_flight
-    attention = model.attention.kept_bytes(tokens, "none")
-    kinds = {part: part.kept_bytes(tokens, "none") for part in model.feed_forwards}
+    kinds = {part: part.kept_bytes(tokens, "none") for part in model.parts}
     if not scenario.state.moe_pad_expert_input_to_capacity:
         in_experts = 6 * (model.moe_ffn_hidden_size or 0) * (model.moe_router_topk or 0) * tokens
         kinds = {part: kept - in_experts * part.routes for part, kept in kinds.items()}
     layers = scenario.layers_of_rank
-    kept = len(layers) * attention + sum(count * kinds[part] for part, count in model.kinds_of(layers).items())
+    kept = sum(count * kinds[part] for part, count in model.kinds_of(layers).items())
     mask = scenario.micro_batch_size * scenario.seq_length**2 // scenario.layout.context_parallel_size
     inputs = len(layers) * (2 * tokens * model.hidden_size + mask)
-    temporaries = 3 * (attention + max(kinds.values(), default=0))
+    temporaries = 3 * max(sum(kinds[part] for part in parts) for parts in model.parts_of_kinds.values())
     gradients = 2 * sum(
         math.prod(scenario.layout.shape_of(weight)) for weight in _weights(scenario) if not weight.num_experts
     )

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_whole_number
 from memlab.fitting.does_it_fit import Fit, judge_fit
+from memlab.lab.one_process import OneProcess
 from memlab.lab.request import PassRequest, StepRequest
 from memlab.lab.session import Session
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import MIB, parse_bytes
 
+if TYPE_CHECKING:
+    from memlab.allocator.request_log import RequestLog
+
 _STEPS_BEFORE_IN_A_NEW_PROCESS = 1
 """The warm-up step."""
 _MOST_SAVED_BY_OTHER_STEPS, _LEAST_ROOM_BYTES = 10, 64 * MIB
 """A step reserved up to 9 % less in a process that had taken other steps than in a new process (`labs/LOG.md`,
 2026-11-24, night). If a tenth more, plus some segments, is still within the limit, no step is taken to find out."""
+
+
+_OF_FURTHER_STEPS = (
+    "this Lab cannot start over, so further steps of it were judged: memlab predict judges those of a new process, and "
+    "can answer otherwise near the limit"
+)
 
 
 class _StepsOfLab:
@@ -52,6 +66,42 @@ class _StepsOfLab:
         return reserved_bytes <= limit_bytes or self(record.settings, limit_bytes).status == "ok"
 
 
+class _StepsFromTheStart(_StepsOfLab):
+    """Takes each step as the one of a new process, as ``memlab predict`` does: a simulated model starts over before it.
+
+    A model that cannot start over takes further steps.
+    """
+
+    def __init__(self, session: OneProcess, of_pass: Scenario | None) -> None:
+        super().__init__(session, of_pass)
+        self._own = session
+        self._last: StepRecord | None = None
+        self._requests: RequestLog | None = None
+        self.starts_over = True
+        """Whether it could each time so far."""
+
+    def __call__(self, settings: MemorySettings, limit_bytes: int | None = None) -> StepRecord:
+        """Takes a step, or a pass without backward; without a limit, its requests to the allocator are logged."""
+        self._last = self._requests = None
+        self.starts_over = self.starts_over and self._own.start_over()
+        if limit_bytes is not None or not self.starts_over:
+            return super().__call__(settings, limit_bytes)
+        self._own.device_memory_bytes = None
+        with self._own.logging_requests() as self._requests:
+            self._last = super().__call__(settings)
+        return self._last
+
+    def completes(self, record: StepRecord, limit_bytes: int) -> bool:
+        """Implements `memlab.fitting.does_it_fit.Steps.completes`: an allocator with the limit gets the requests."""
+        if record.step_index <= _STEPS_BEFORE_IN_A_NEW_PROCESS and (record.peak_reserved_bytes or 0) <= limit_bytes:
+            return True
+        if record is not self._last and self.starts_over:
+            self(record.settings)
+        if self._requests is None:
+            return super().completes(record, limit_bytes)
+        return self._requests.completes_within(limit_bytes)
+
+
 def judge_with_steps(session: Session, record: StepRecord, gpu_memory: str | int, own: Scenario) -> Fit:
     """Compares a step or a pass with a GPU's memory, with further ones of the same model.
 
@@ -71,8 +121,13 @@ def judge_with_steps(session: Session, record: StepRecord, gpu_memory: str | int
         raise ValueError(f"{record} did not finish, so memlab cannot compare it with a GPU: take a step that fits")
     _check_same_scenario(own, record)
     limit_before, settings_before = session.device_memory_bytes, session.settings
+    of_pass = own if record.forward_only else None
     try:
-        return judge_fit(record, _StepsOfLab(session, own if record.forward_only else None), num_bytes)
+        if not (isinstance(session, OneProcess) and KINDS[record.backend].is_prediction):
+            return judge_fit(record, _StepsOfLab(session, of_pass), num_bytes)
+        steps = _StepsFromTheStart(session, of_pass)
+        fit = judge_fit(record, steps, num_bytes)
+        return fit if steps.starts_over else replace(fit, basis=f"{fit.basis}; {_OF_FURTHER_STEPS}")
     finally:
         session.device_memory_bytes = limit_before
         if session.settings != settings_before:

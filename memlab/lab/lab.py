@@ -443,9 +443,11 @@ class Lab(Residency, Probes):
         """Compares a step or a forward-only pass with a GPU's memory.
 
         If a training step does not fit, `fit` takes a step under each setting with which the step may fit. The steps
-        and passes that it takes are in `records` afterwards, and the settings are again what they were. Near the limit,
-        the verdict of a simulated lab that has taken steps under other settings can differ from that of ``memlab
-        predict``, which opens a new lab: the memory that earlier steps have reserved is fragmented.
+        and passes that it takes are in `records` afterwards, and the settings are again what they were.
+
+        A simulated lab starts over before each step (`start_over`), so the verdict is that on a new process, as of
+        ``memlab predict``. On a GPU, and where a simulated lab cannot start over, `fit` takes further steps of the
+        process, which has reserved memory for earlier ones: of a simulated lab, the verdict then says so.
 
         Args:
             record: The record of a finished step under the lab's current scenario, or of a forward-only pass, which may

@@ -22,9 +22,10 @@ from memlab.config.layout import Layout
 from memlab.config.routing import Routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.fitting import does_it_fit
 from memlab.fitting.candidates import candidates
-from memlab.fitting.does_it_fit import Alternative, judge_fit
+from memlab.fitting.does_it_fit import Alternative, Verdict, judge_fit
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.lab.fit_with_steps import _StepsOfLab
 from memlab.lab.lab import Lab
@@ -275,6 +276,17 @@ def test_an_alternative_that_runs_out_of_memory_does_not_fit_though_its_partial_
     assert alternatives() != () and alternatives(status="out_of_memory") == ()
 
 
+@pytest.mark.parametrize("verdict", ["fits", "may fit"])
+def test_a_setting_that_only_may_fit_is_not_said_to_make_a_step_fit(verdict: Verdict) -> None:
+    choice = Alternative(
+        settings=FULL, verdict=verdict, peak_allocated_bytes=GIB, recomputed_operations=0.0, transferred_bytes=0
+    )
+    record = record_of(None, backend="cuda", peak_allocated_bytes=2 * GIB, static_bytes=2 * GIB)
+    short = judge_fit(record, AnsweredSteps(lambda _: pytest.fail("no setting helps")), GIB + OUTSIDE_BYTES)
+    first, line = predict._alternative_settings(replace(short, alternatives=(choice,)))
+    assert ("or may" in first) is line.endswith("may fit") is (verdict == "may fit")
+
+
 def test_fit_is_refused_in_one_line_if_a_step_that_it_takes_is_stopped() -> None:
     with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="cpu") as lab:
         record = lab.step()
@@ -367,6 +379,37 @@ def test_a_measured_step_is_not_said_to_be_predicted(backend: str, place: str) -
     record = record_of(None, backend=backend, peak_allocated_bytes=GIB, static_bytes=GIB // 2)
     fit = judge_fit(record, lambda *_: pytest.fail("no other step is needed"), GIB + OUTSIDE_BYTES)
     assert (fit.verdict, fit.basis) == ("fits", f"a step that was measured on {place}")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_layers", "seq_length", "eighths", "verdict"),
+    [("phi-4-tiny", 4, 8192, 5, "fits"), ("qwen3-moe-tiny", 2, 4096, 1, "does not fit")],
+)
+def test_a_simulated_lab_answers_as_the_command(
+    architecture: str, num_layers: int, seq_length: int, eighths: int, verdict: str
+) -> None:
+    """Within these limits, further steps of a lab answer otherwise than the first steps of a new process."""
+    job: dict[str, Any] = {"num_layers": num_layers, "seq_length": seq_length}
+    offload = MemorySettings(offload_modules=("qkv_linear",))
+    with stepping(Scenario.of(architecture, **job)) as steps:
+        record = steps(offload)
+        assert record.peak_reserved_bytes is not None
+        cached = record.peak_reserved_bytes - record.peak_allocated_bytes
+        size = record.peak_allocated_bytes + eighths * cached // 8 + OUTSIDE_BYTES
+        expected = judge_fit(record, steps, size)
+    with Lab(architecture, backend="simulated", **job) as lab:
+        fit = lab.fit(lab.step(offload), size)
+    assert fit == expected and fit.verdict == verdict
+
+
+def test_a_verdict_says_that_a_lab_cannot_start_over() -> None:
+    state = TrainingState(fp8_format="hybrid")
+    with Lab("phi-4-tiny", num_layers=1, seq_length=2048, state=state, backend="simulated") as lab:
+        record = lab.step()
+        assert record.peak_reserved_bytes is not None and record.peak_reserved_bytes > record.peak_allocated_bytes
+        known = lab.fit(record, "80GiB")
+        tried = lab.fit(record, record.peak_allocated_bytes + OUTSIDE_BYTES)
+    assert "cannot start over" in tried.basis and "cannot start over" not in known.basis
 
 
 @pytest.mark.slow

@@ -119,6 +119,11 @@ class Part(ABC):
         """What Megatron accepts and ignores in layers with this part: ``field:module`` to the reason."""
         return {}
 
+    @property
+    def megatron_spec(self) -> dict[str, Any]:
+        """Arguments of Megatron's ``get_gpt_layer_with_transformer_engine_spec`` for a layer with this part."""
+        return {}
+
     def groups_in_turn(self, offloaded: Collection[str]) -> list[str]:
         """Returns those of `offload_groups` that a layer has with these offload modules."""
         return [name for name in self.offload_groups if name in offloaded]
@@ -166,12 +171,7 @@ class Part(ABC):
 
 
 class FeedForward(Part):
-    """The second part of a layer, after attention."""
+    """A part that computes each token by itself: after attention, or a layer of its own."""
 
     formulas: ClassVar[tuple[str, ...]]
     """What `kept_bytes` has a formula for."""
-
-    @property
-    def megatron_spec(self) -> dict[str, Any]:
-        """Arguments of Megatron's ``get_gpt_layer_with_transformer_engine_spec`` for a layer with this part."""
-        return {}

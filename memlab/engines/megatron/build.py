@@ -335,12 +335,12 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
     spec_of = getattr(gpt_layer_specs, f"get_gpt_layer_{'local' if is_own else 'with_transformer_engine'}_spec")
     with patched({f"megatron.core.models.gpt.gpt_layer_specs.{name}": provider}):
         specs = {
-            part: spec_of(
+            kind: spec_of(
                 qk_layernorm=architecture.qk_layernorm,
                 multi_latent_attention=architecture.multi_latent_attention,
-                **part.megatron_spec,
+                **{name: value for part in parts for name, value in part.megatron_spec.items()},
             )
-            for part in architecture.feed_forwards
+            for kind, parts in architecture.parts_of_kinds.items()
         }
     for spec in specs.values() if architecture.norms_all_heads else ():
         attention = spec.submodules.self_attention.submodules
@@ -351,12 +351,12 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
     # Stages have numbers of chunks only where they are interleaved.
     place: dict[str, Any] = {"vp_stage": chunk if config.virtual_pipeline_model_parallel_size else None}
     block = gpt_layer_specs.TransformerBlockSubmodules(
-        layer_specs=[specs[architecture.parts_of(layer)[-1]] for layer in scenario.chunks_of_rank[chunk]],
+        layer_specs=[specs[architecture.kind_of_layer(layer)] for layer in scenario.chunks_of_rank[chunk]],
         layer_norm=provider().layer_norm(rms_norm=True),
     )
     extra = None
     if config.mtp_num_layers and parallel_state.is_pipeline_last_stage(ignore_virtual=False, **place):
-        of_last = specs[architecture.parts_of(scenario.num_layers - 1)[-1]]
+        of_last = specs[architecture.kind_of_layer(scenario.num_layers - 1)]
         layer = get_mtp_layer_spec_for_backend(of_last, provider())
         extra = MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
     with patched({} if is_own else latent_attention_of(provider)):
