@@ -95,7 +95,7 @@ def predicting(backend_name: str) -> Backend:
 
 def _fill_workspaces(scenario: Scenario) -> None:
     if scenario.engine == "fsdp2":
-        hold_fake_workspaces(linears=False)
+        hold_fake_workspaces(linears=False, before=LIBRARIES)  # at first products it was not compared with a GPU
         return
     grouped = has_experts(scenario)
     beside = grouped and scenario.state.moe_shared_expert_overlap and scenario.architecture.moe_shared_expert_gate
