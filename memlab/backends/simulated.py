@@ -115,7 +115,7 @@ def _fill_workspaces(scenario: Scenario) -> None:
 def _fill_workspaces_as_before_0_4(scenario: Scenario) -> None:
     is_megatron = scenario.engine == "megatron"
     grouped = is_megatron and has_experts(scenario)
-    hold_fake_workspaces(linears=is_megatron, grouped=grouped, before=("torch",))
+    hold_fake_workspaces(linears=is_megatron, grouped=grouped, before=LIBRARIES[:1])
     torch.cuda.empty_cache()
 
 
