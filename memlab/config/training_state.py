@@ -569,6 +569,16 @@ class TrainingState:
         **_FORWARD,
     )
     """Its graph for backward stays. Megatron-Core's own default is False."""
+    # DDP reads it when it is built, and the schedule in each step (``finalize_model_grads``).
+    calculate_per_token_loss: bool = option(
+        False,
+        "divide gradients by the tokens of the whole batch, instead of each micro-batch's loss by its own",
+        group="",
+        rebuilds="model",
+        megatron="model",
+    )
+    """The last pipeline stage sends the number of tokens to the others, so NCCL sets up the group of the stages, also
+    of one (`memlab.fitting.outside_torch`)."""
     cuda_graph_impl: CudaGraphImpl = option(
         "none",
         "replay forward and backward of all micro-batches from one CUDA graph, or layers from graphs of "
@@ -917,13 +927,19 @@ class TrainingState:
                 "teacher_model out",
                 *("teacher_model", "loss"),
             )
-        for name in ("loss", "num_labels", "mtp_num_layers", "fp8_param_gather"):
+        for name in ("loss", "num_labels", "mtp_num_layers"):
             if getattr(self, name) != _default(name) and not (name == "loss" and compares):
                 raise RuleError(
                     f"{given} with {name} {getattr(self, name)!r}, which memlab does not predict together: leave one "
                     "of the two out",
                     *("reference_model", name),
                 )
+        if self.fp8_param_gather and self.fp8_recipe == "mxfp8":
+            raise RuleError(
+                f"{given} with fp8_param_gather and fp8_recipe 'mxfp8', which memlab does not predict together: choose "
+                "fp8_recipe 'tensorwise' or 'blockwise', or leave one of the two out",
+                *("reference_model", "fp8_param_gather"),
+            )
 
     def _check_fp8(self) -> None:
         if self.fp8_param_gather and self.fp8_format is None:

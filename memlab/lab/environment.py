@@ -30,13 +30,18 @@ def versions(engine: EngineName, predicted: Versions | None) -> dict[str, str]:
 
     found = {"memlab": __version__, "python": platform.python_version(), "torch": torch.__version__}
     for package in ("megatron-core", "transformer-engine") if engine == "megatron" else ("transformers",):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
+        found[package] = _installed(package)
     if predicted is not None and engine == "megatron":
         found["transformer-engine"] = f"{predicted.transformer_engine} (predicted)"
     return found
+
+
+@cache
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @cache

@@ -280,14 +280,12 @@ class OneProcess:
             model.release_garbage(is_collected=is_collected)
         with model.garbage.kept_young():
             monitor.prefix = "warm-up "
+            ended_early: StepRecord | None = None
             for _ in range(warm_ups):
-                record = stepper.step(monitor)
+                ended_early = stepper.warm_up(monitor) if ended_early is None else ended_early
                 model.garbage.collect()  # what the previous settings left in cycles is not memory of these settings
-                if record.status != "ok":
-                    break
             monitor.prefix = ""
-            if not warms_up or record.status == "ok":
-                record = stepper.step(monitor)
+            record = stepper.step(monitor) if ended_early is None else ended_early
         self._is_steady = record.status == "ok"
         self._follows_tapped_step = model.is_tapped
         is_repeated &= self._is_steady and not model.is_tapped

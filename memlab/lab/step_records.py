@@ -29,18 +29,14 @@ class StepRecords:
         # Read on the thread that opens the lab, where torch.cuda is torch's own on every backend.
         self._hardware = hardware(own_device() if model.backend.kind.on_gpu else None)
 
-    def make(self, measured: dict[str, Any], timeline: Timeline | None = None) -> StepRecord:
-        """Makes the record of a step.
+    def make(self, measured: dict[str, Any], timeline: Timeline) -> StepRecord:
+        """Makes the record of the step that has just ended.
 
         Args:
             measured: Fields of the record that the step has measured.
-            timeline: The step's; None ends the meter's.
+            timeline: The step's.
         """
         model, meter = self._model, self._model.meter
-        if timeline is None:
-            meter.categorise(model.categories())
-            model.replay.categorise_retained()
-            timeline = meter.finish()
         residual_bytes = meter.uncategorised_bytes()
         if measured.get("status") == "out_of_memory" and meter.out_of_memory is not None:
             measured["out_of_memory"] = OutOfMemory.at(

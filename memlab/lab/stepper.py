@@ -20,6 +20,7 @@ from memlab.lab.progress import StepStopped
 from memlab.lab.step_records import StepRecords
 from memlab.meter import collectives
 from memlab.record.step_record import StepRecord
+from memlab.record.timeline import Timeline
 from memlab.record.transfer import GROUPS
 from memlab.replay.passes import NotReplayableError
 from memlab.replay.plan import Circumstances, Plan
@@ -55,6 +56,17 @@ class Stepper:
         Returns:
             The record of a step that finished, ran out of memory or was stopped. The model is usable after each.
         """
+        return self._records.make(*self._take(on_move, forward_only=forward_only, suspend_offload=suspend_offload))
+
+    def warm_up(self, on_move: Callable[[], None] | None = None) -> StepRecord | None:
+        """Takes one step as `step` does, and returns its record only if it ended early."""
+        measured, timeline = self._take(on_move, forward_only=False, suspend_offload=True)
+        return self._records.make(measured, timeline) if "status" in measured else None
+
+    def _take(
+        self, on_move: Callable[[], None] | None, *, forward_only: bool, suspend_offload: bool
+    ) -> tuple[dict[str, Any], Timeline]:
+        """Takes one step, and returns what it has measured, and its timeline."""
         model, labels, meter, transfers = self.model, self.model.labels, self.model.meter, self.model.transfers
         circumstances = Circumstances(
             scenario=model.scenario,
@@ -85,7 +97,7 @@ class Stepper:
             # The step begins again, with each group where it was.
             transfers.put_on_host(on_host)
             model.replay.stop()
-            return self.step(on_move, forward_only=forward_only, suspend_offload=suspend_offload)
+            return self._take(on_move, forward_only=forward_only, suspend_offload=suspend_offload)
         except BaseException as error:
             self._recover(error)
             raise
@@ -95,13 +107,15 @@ class Stepper:
         measured["step_seconds"] = time.perf_counter() - started - self._bookkeeping_seconds
         model.num_steps += 1
         self.sent_bytes = collectives.sent_since(sent_before)
-        record = self._records.make(measured | {"forward_only": forward_only})
-        if record.status == "ok":
+        model.meter.categorise(model.categories())
+        model.replay.categorise_retained()
+        timeline = model.meter.finish()
+        if "status" not in measured:
             model.replay.step_taken(plan, measured, forward_only=forward_only)
-        return record
+        return measured | {"forward_only": forward_only}, timeline
 
-    def _repeated(self, plan: Plan, on_move: Callable[[], None] | None) -> StepRecord | None:
-        """Returns the record of a step that only repeats the last one; None if it has to be taken."""
+    def _repeated(self, plan: Plan, on_move: Callable[[], None] | None) -> tuple[dict[str, Any], Timeline] | None:
+        """Returns as `_take` a step that only repeats the last one; None if it has to be taken."""
         model, started = self.model, time.perf_counter()
         repeated = model.replay.repeat_step(plan)
         if repeated is None:
@@ -113,8 +127,7 @@ class Stepper:
         finally:
             model.labels.on_move = None
         model.num_steps += 1
-        measured = measured | {"step_seconds": time.perf_counter() - started, "forward_only": False}
-        return self._records.make(measured, timeline)
+        return measured | {"step_seconds": time.perf_counter() - started, "forward_only": False}, timeline
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:

@@ -104,7 +104,8 @@ class FinishedStep:
     ) -> dict[int, StorageAllocation]:
         num_first, live = int(np.searchsorted(numbers, self._num_first)), self._left.live
         first, rest = numbers[:num_first].tolist(), numbers[num_first:]
-        is_wanted = np.isin(np.array(list(others), dtype=np.int64), rest)
+        keys = np.array(list(others), dtype=np.int64)  # not `np.isin`, which may import numpy's masked arrays
+        is_wanted = np.searchsorted(rest, keys, side="right") > np.searchsorted(rest, keys)
         return {number: live[number] for number in first} | dict(compress(others.items(), is_wanted))
 
     def leaves_all(self, numbers: npt.NDArray[np.int64]) -> bool:

@@ -95,7 +95,7 @@ class Repeater:
         del period  # a step of many micro-batches has a million rows
         self.storages.num_steps += 1
         self.log.out_of_memory = None
-        self._commit(allocator, blocks, rows, finished.left_by_number(used))
+        self._commit(allocator, blocks, int(rows[1] @ (rows[2] == _DEVICE)), finished.left_by_number(used))
         finished.follow(opening, rows)
         return timeline_of_columns(finished.columns, len(opening), self._labels.modules)
 
@@ -122,19 +122,18 @@ class Repeater:
         count = ends[-1][1] + times * (ends[-1][1] - ends[-2][1])
         blocks, allocator = _blocks_of(count, objects, of_passes), self.memory.trial(num_operations)
         opening, limit_bytes = self.log.opening, self.memory.limit_bytes
-        done = repeat(columns, ends, times, allocator, blocks, limit_bytes, len(opening) - 1)
+        done = repeat(columns, ends, times, allocator, blocks, limit_bytes, len(opening))
         if done is None:
             return False
         objects = {done.moved.get(number, number): each for number, each in objects.items()}
         of_passes = {done.moved.get(number, number): each for number, each in of_passes.items()}
-        self._commit(allocator, done.blocks, done.rows, objects, of_passes)
+        self._commit(allocator, done.blocks, done.num_bytes, objects, of_passes)
         firsts = {id(each): number - role for number, (each, role) in of_passes.items()}
         assert all(firsts[id(each)] == number - role for number, (each, role) in of_passes.items())
         for each in waiting:
             each.number = firsts.get(id(each), each.number)
         of_opening = dict(enumerate(opening.allocations))
-        rows = np.concatenate([columns[:, len(opening) :], done.rows], axis=1)
-        self.log.events[:] = [Inserted(rows, done.categories, objects | of_opening, len(opening), waiting)]
+        self.log.events[:] = [Inserted(done.rows, done.categories, objects | of_opening, len(opening), waiting)]
         return True
 
     def _num_rows(self, first: int, last: int) -> int:
@@ -151,7 +150,7 @@ class Repeater:
         self,
         allocator: Allocator,
         blocks: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
+        num_bytes: int,
         objects: Mapping[int, StorageAllocation],
         of_passes: Mapping[int, tuple[Replay, int]] = MappingProxyType({}),
     ) -> None:
@@ -164,7 +163,7 @@ class Repeater:
                 replay.blocks[role] = block
             else:
                 self.memory.put(objects[number], block)
-        self.log.device_bytes += int(rows[1][rows[2] == _DEVICE].sum())
+        self.log.device_bytes += num_bytes
 
     def position(self) -> int:
         """Returns the number of events of the step so far; a replay counts as one."""

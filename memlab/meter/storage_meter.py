@@ -25,6 +25,8 @@ from memlab.vocabulary import PHASES, POOLS
 
 _BACKWARD = PHASES.index("backward")
 
+_DEVICE = POOLS.index("device")
+
 
 class StorageMeter:
     """Counts every storage that is made on its thread inside `watching`; see `memlab.meter.protocol.Meter`.
@@ -143,7 +145,8 @@ class StorageMeter:
         return sum(each.num_bytes for each in self.storages.in_pool("device") if each.key not in tracked)
 
     def uncategorised_bytes(self) -> int:
-        return sum(each.num_bytes for each in self.storages.in_pool("device") if each.category is None)
+        others = [each for each in self.storages.live.values() if each.category is None]
+        return sum(each.num_bytes for each in others if each.pool == _DEVICE)
 
     def close(self) -> None:
         pass  # nothing outlives `watching`

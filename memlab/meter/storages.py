@@ -95,7 +95,8 @@ class Storages:
 
         Host memory is left out: Megatron keeps its random states there. A graph that keeps others keeps device memory.
         """
-        return any(each.birth < birth and each.category not in _KEPT for each in self.in_pool("device"))
+        others = [each for each in self.live.values() if each.category not in _KEPT]
+        return any(each.birth < birth and each.pool == _DEVICE for each in others)
 
     def _is_followed(self, tensor: torch.Tensor) -> bool:
         """Whether `count` would change nothing."""

@@ -118,24 +118,25 @@ class StepRecord:
             timeline: The timeline of the step.
             **others: The other fields.
         """
-        peak = timeline.peak_index()
-        reserved_bytes = timeline.bytes_at(peak, "reserved")
+        scanned = timeline.scanned()
+        peak = scanned.peak_index()
+        reserved_bytes = scanned.bytes_at(peak, "reserved")
         if reserved_bytes:
-            active_bytes = timeline.bytes_at(peak) + timeline.bytes_at(peak, "pending_free")
+            active_bytes = scanned.bytes_at(peak) + scanned.bytes_at(peak, "pending_free")
             others = {
-                "peak_active_bytes": timeline.peak_active_bytes(),
-                "peak_reserved_bytes": timeline.peak_bytes("reserved"),
+                "peak_active_bytes": scanned.peak_active_bytes(),
+                "peak_reserved_bytes": scanned.peak_bytes("reserved"),
                 "unused_reserved_bytes": reserved_bytes - active_bytes,
             } | others
         return cls(
-            static_bytes=timeline.opening_bytes,
-            peak_allocated_bytes=timeline.bytes_at(peak),
-            peak_phase=timeline.peak_phase(),
-            activation_peak_bytes=timeline.peak_bytes(phases=("forward", "backward")) - timeline.opening_bytes,
-            peak_by_category=timeline.breakdown(peak),
-            peak_by_module=timeline.breakdown(peak, by="module"),
-            host_bytes=timeline.peak_bytes("host"),
-            recomputed_bytes=timeline.allocated_bytes_of("recomputed"),
+            static_bytes=scanned.opening_bytes,
+            peak_allocated_bytes=scanned.bytes_at(peak),
+            peak_phase=scanned.peak_phase(),
+            activation_peak_bytes=scanned.peak_bytes(phases=("forward", "backward")) - scanned.opening_bytes,
+            peak_by_category=scanned.breakdown(peak),
+            peak_by_module=scanned.breakdown(peak, by="module"),
+            host_bytes=scanned.peak_bytes("host"),
+            recomputed_bytes=scanned.allocated_bytes_of("recomputed"),
             timeline=timeline,
             **others,
         )

@@ -14,7 +14,7 @@ import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +67,10 @@ class Timeline:
 
     def __len__(self) -> int:
         return len(self.delta_bytes)
+
+    def scanned(self) -> Timeline:
+        """Returns this timeline for many questions in a row: it keeps the running totals that it has added up."""
+        return _Scanned(**{each.name: getattr(self, each.name) for each in fields(self)})
 
     def total_bytes(self, pool: str = "device") -> IntArray:
         """Returns the bytes in use in a pool after each event, int64 of shape [events]."""
@@ -304,6 +308,19 @@ class Timeline:
             modules=events.modules,
             num_opening_events=events.num_opening_events,
         )
+
+
+class _Scanned(Timeline):
+    """A timeline that adds up each pool's bytes only once."""
+
+    def total_bytes(self, pool: str = "device") -> IntArray:
+        known: IntArray | None = vars(self).get(pool)
+        if known is None:
+            known = vars(self)[pool] = super().total_bytes(pool)
+        return known
+
+    def bytes_at(self, index: int, pool: str = "device") -> int:
+        return int(self.total_bytes(pool)[: index + 1][-1:].sum())
 
 
 _MAX_BYTES = 4 * 1024**3

@@ -118,7 +118,10 @@ class _StandIn:
         raise ValueError(f"your code calls torch's {function.__name__}, which needs a real tensor: {_ENOUGH}")
 
 
-_ENOUGH = "grad_data.zero_() fills it with zeros; all else needs only its storage(), with size() and resize_()"
+_ENOUGH = (
+    "grad_data.zero_() fills it with zeros; all else needs only its storage() or untyped_storage(), with size() and "
+    "resize_()"
+)
 
 
 class _GradDataStandIn(_StandIn):
@@ -141,6 +144,13 @@ class _GradDataStandIn(_StandIn):
     def storage_bytes(self) -> int:
         """The bytes that are allocated."""
         return self._real.untyped_storage().nbytes()
+
+    @property
+    def itemsize(self) -> int:
+        return self.element_size()
+
+    def size(self, dimension: int | None = None) -> torch.Size | int:
+        return self.shape if dimension is None else self.shape[dimension]
 
     def numel(self) -> int:
         return self._real.numel()
