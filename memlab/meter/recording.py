@@ -84,7 +84,6 @@ class Recording:
     """The pools of the own roles at the end: what outlives a fused kernel moves from on chip to the device."""
 
     def __post_init__(self) -> None:
-        totals: dict[Role, int]
         self.on_device = np.flatnonzero(self.pool == _DEVICE)
         rows = zip(self.owner.tolist(), self.role.tolist(), self.requested_bytes.tolist(), strict=True)
         of_rows = list(rows)
@@ -94,9 +93,10 @@ class Recording:
         self.host_bytes, self.most_host_bytes = (int(host[-1]), int(host.max())) if len(host) else (0, 0)
         columns = (self.requested_bytes, self.pool, self.phase, self.category, self.module, self.owner, self.role)
         self.signature = b"".join(column.tobytes() for column in columns) + repr((self.births, self.num_spans)).encode()
-        self.totals = totals = {}
+        sums: dict[tuple[int, int], int] = {}
         for owner, role, size in of_rows:
-            totals[Role(owner, role)] = totals.get(Role(owner, role), 0) + size
+            sums[owner, role] = sums.get((owner, role), 0) + size
+        self.totals = totals = {Role(*role): total for role, total in sums.items()}
         self.freed = {role for role, total in totals.items() if role.owner != OWN and total < 0}
         self.live = [role.number for role, total in totals.items() if role.owner == OWN and total > 0]
         pools = zip(of_rows, self.pool.tolist(), strict=True)
@@ -142,7 +142,7 @@ def record(
     Returns:
         The recording and the allocations of its own roles; None if something happened that has no role.
     """
-    own: dict[int, int] = {}
+    own: dict[int, Role] = {}
     allocations: list[Allocation] = []
     births: list[Birth] = []
     rows = []
@@ -157,8 +157,8 @@ def record(
         module = -1 - allocation.module if place is None else place
         role = known.get(key)
         if role is None:
-            number = own.get(key)
-            if number is None:
+            role = own.get(key)
+            if role is None:
                 is_unknown = delta < 0 or allocation.span < first_span
                 if is_unknown and ignores_unknown:
                     continue
@@ -166,11 +166,10 @@ def record(
                     return None
                 if allocation.stream and not other_streams:
                     return None
-                number = own[key] = len(births)
+                role = own[key] = Role(OWN, len(births))
                 allocations.append(allocation)
                 birth = (module, allocation.phase, allocation.span - first_span, allocation.recomputed)
                 births.append(Birth(pool, *birth, allocation.category, allocation.stream))
-            role = Role(OWN, number)
         if role.owner <= FORWARD:
             is_freed = allocation.freed_in_span is not None
             category = allocation.final_category if is_freed else category_of(allocation)
