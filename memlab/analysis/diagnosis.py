@@ -117,12 +117,12 @@ def _static_growth(records: Sequence[Record]) -> list[Finding]:
     last_growth = growth[min(len(growth) // 2, len(growth) - 2) :]
     grows_in_each = all(step > 0 for step in last_growth) and sum(last_growth) > noise and len(growth) > 1
     if grows_in_each or _grows_in_some(growth, noise):
-        per_step = sum(last_growth) // len(last_growth)
+        least, most = format_bytes(min(last_growth)), format_bytes(max(last_growth))
         return [
             Finding(
                 kind="leak",
                 evidence=f"the start grows from {format_bytes(starts[0])} to {format_bytes(starts[-1])}, and in the "
-                f"last steps by {format_bytes(per_step)} per step",
+                f"last steps by {least if least == most else f'{least} to {most}'} per step",
                 advice="Something keeps in every step what it should release: look for a list that is appended to",
             )
         ]
@@ -134,8 +134,8 @@ def _static_growth(records: Sequence[Record]) -> list[Finding]:
         return [
             Finding(
                 kind="growth by phase",
-                evidence=f"the start changes by {format_bytes(starts[last] - starts[0])} up to step {last}, and by "
-                f"{format_bytes(starts[-1] - starts[last])} after it",
+                evidence=f"the start rises from {format_bytes(starts[0])} to {format_bytes(starts[last])} up to step "
+                f"{last}, and changes by {format_bytes(starts[-1] - starts[last])} after it",
                 advice="State that is allocated once, such as Adam's moments: budget for it, it is not a leak",
             )
         ]

@@ -457,6 +457,7 @@ _TO_PYTHON = {
     "MemorySettings.__init__() takes 1 positional": _TO_SETTINGS,
     "for |: 'MemorySettings'": "write dataclasses.replace(settings, option=value)",
     "FrozenInstanceError: cannot assign": "write dataclasses.replace(settings, option=value), which gives new settings",
+    "Residency.offload() got an unexpected keyword": "give the names of groups, such as lab.offload('gradients')",
     "got multiple values for keyword argument": "give it once, and leave it out of the other arguments",
     "Layout.__init__() got an unexpected keyword": _TO_LAYOUT,
     "must be Layout(...)": _TO_LAYOUT,

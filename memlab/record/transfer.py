@@ -53,6 +53,8 @@ def check_groups(groups: tuple[str, ...]) -> None:
         elif any(not isinstance(group, str) for group in groups):
             kinds = ", ".join(sorted({type(group).__name__ for group in unknown}))
             raise ValueError(f"groups are of the type {kinds}, must be names, some of {', '.join(GROUPS)}")
+        elif unknown and sum(group in unknown[0] for group in GROUPS) > 1:
+            action = f"{unknown[0]!r} is one text: give each name in quotes of its own"
         elif unknown:
             near = get_close_matches(str(unknown[0]).replace("_", " "), GROUPS, n=1)
             action = f"{unknown[0]!r} is none of them{f', write {near[0]!r}' if near else ''}"

@@ -64,9 +64,9 @@ def test_a_rise_that_may_go_on_is_not_called_growth_that_ends(starts: list[int],
 @pytest.mark.parametrize(
     ("starts", "evidence"),
     [
-        ([1500, 2700, 2711, 2714], "changes by 1.2 KiB up to step 1, and by 14 B after it"),
+        ([1500, 2700, 2711, 2714], "rises from 1.5 KiB to 2.6 KiB up to step 1, and changes by 14 B after it"),
         # No single step grows by more than a cache takes, but together they do.
-        ([1000, 1009, 1018, 1018, 1018, 1018], "changes by 9 B up to step 1, and by 9 B after it"),
+        ([1000, 1009, 1018, 1018, 1018, 1018], "rises from 1000 B to 1009 B up to step 1, and changes by 9 B after it"),
     ],
 )
 def test_growth_by_phase_says_how_much_the_start_changes_after_the_growth(
@@ -74,6 +74,11 @@ def test_growth_by_phase_says_how_much_the_start_changes_after_the_growth(
 ) -> None:
     (finding,) = diagnose(series(plain, starts, [5] * len(starts)))
     assert (finding.kind, finding.evidence.partition("start ")[2]) == ("growth by phase", evidence)
+
+
+def test_a_leak_says_the_least_and_the_most_that_a_late_step_adds(plain: StepRecord) -> None:
+    (finding,) = diagnose(series(plain, [100, 110, 120, 132, 142], [5] * 5))
+    assert finding.evidence.endswith("in the last steps by 10 B to 12 B per step")
 
 
 def test_batches_of_varying_length_are_a_spike_and_no_leak_on_a_live_model(open_lab: Callable[..., Any]) -> None:

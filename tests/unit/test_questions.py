@@ -72,6 +72,8 @@ YES_OR_NO = "Is the loss still the same: yes or no?"
         (PART, "optimizer", "activations", "optimizer (wrong)"),
         (PART, "the <optimizer>", "activations", "the <optimizer> (wrong)"),
         (PHASE, "end of forward", "forward", "end of forward (right)"),
+        (PHASE, "it is in forward", "forward", "it is in forward (right)"),
+        (PHASE, "not forward", "forward", "not forward"),
         (PHASE, "forward or backward", "forward", "forward or backward (wrong)"),
         (YES_OR_NO, "yes", "yes, to the last bit", "yes (right)"),
         ("What varies: the bytes at the start, or its peak?", "its peak", "the peak", "its peak (right)"),

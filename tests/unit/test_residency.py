@@ -120,6 +120,8 @@ def test_groups_move_one_by_one_between_steps_and_the_next_step_is_the_same(open
         lab.hand_over()
     with pytest.raises(ValueError, match=r"groups are \['weights'\], must be some of parameters, gradients"):
         lab.load("weights")
+    with pytest.raises(ValueError, match="is one text: give each name in quotes of its own"):
+        lab.load("parameters, gradients")
     # Loading gradients only to read weights takes twice the parameters' bytes for nothing (SkyRL #563).
     careless = lab.load("parameters", "gradients")
     assert careless.transferred_bytes["gradients"] == 2 * careless.transferred_bytes["parameters"]

@@ -118,7 +118,10 @@ class _StandIn:
         raise ValueError(f"your code calls torch's {function.__name__}, which needs a real tensor: {_ENOUGH}")
 
 
-_ENOUGH = "grad_data.zero_() fills it with zeros; all else needs only its storage(), with size() and resize_()"
+_ENOUGH = (
+    "grad_data.zero_() fills it with zeros; all else needs only its storage() or untyped_storage(), with size() and "
+    "resize_()"
+)
 
 
 class _GradDataStandIn(_StandIn):

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 import torch
 
 from memlab.config.settings import MemorySettings
+from memlab.config.validation import shortened
 from memlab.engines.protocol import Engine
 from memlab.engines.residency.audit import audit_residency
 from memlab.engines.residency.own_gradient_moves import Move, OwnGradientMoves
@@ -108,7 +109,7 @@ class Transfers:
         faults = self._engine.residency_faults
         if name is not None and name not in tuple(faults):  # a list has no hash
             choices = ", ".join(faults)
-            raise ValueError(f"residency fault is {name!r}, must be one of {choices}: choose one of them")
+            raise ValueError(f"residency fault is {shortened(name)}, must be one of {choices}: choose one of them")
         self._replace(name, None if name is None else faults[name])
 
     def set_own_gradient_moves(self, release: Move, load: Move) -> None:

@@ -47,12 +47,17 @@ def guess_and_result(guessed: str, result: float | str, unit: str = "", question
     return f"{shown}; your guess: {amount(number, unit)}{_distance(number, result, unit)}"
 
 
+_FILLERS = {"a", "an", "at", "in", "is", "it", "the"}
+
+
 def _verdict(guessed: str, result: str, question: str) -> str:
     # A singular names the same answer as its plural.
     in_order = [
         [word.removesuffix("s") for word in re.findall(r"\w+", text.casefold())] for text in (guessed, result, question)
     ]
-    guess, right, asked = (set(words) - {"a", "an", "it", "the"} for words in in_order)
+    guess, right, asked = (set(words) - _FILLERS for words in in_order)
+    if "not" in guess - right:
+        return ""
     own, other = ("".join(words).replace("_", "") for words in in_order[:2])
     is_one_word = own == other  # handover, hand over and hand_over
     if guess and (is_one_word or guess <= right or (right <= guess and not (guess - right) & asked)):
