@@ -281,17 +281,17 @@ class Replay:
         recording = self.recording
         n, rows = len(self.num_bytes), self.num_rows  # fewer than recorded if memory ran out
         self.number = next_number
-        delta = recording.requested_bytes[:rows].copy()
-        on_device = recording.on_device[:n]
-        requested = delta[on_device]
-        delta[on_device] = np.sign(requested) * self.num_bytes
-        rounding = delta - recording.requested_bytes[:rows]
-        owner, role = recording.owner[:rows], recording.role[:rows]
-        module = recording.module[:rows]
-        outside = module < 0
-        module = np.where(outside, -1 - module, self.modules[np.where(outside, 0, module)])
-        number = role + next_number
-        category = recording.category[:rows].copy()
+        columns = np.empty((8, rows), dtype=np.int64)
+        ns, delta, pool, category, phase, module, number, rounding = columns
+        ns[:] = np.linspace(self.started, self.ended, rows)
+        requested, on_device = recording.requested_bytes[:rows], recording.on_device[:n]
+        delta[:] = requested
+        delta[on_device] = np.sign(requested[on_device]) * self.num_bytes
+        rounding[:] = delta - requested
+        pool[:], phase[:], category[:] = recording.pool[:rows], recording.phase[:rows], recording.category[:rows]
+        owner, role, place = recording.owner[:rows], recording.role[:rows], recording.module[:rows]
+        module[:] = np.where(place < 0, -1 - place, self.modules.take(place, mode="clip"))
+        number[:] = role + next_number
         if self.forward is not None:
             of_forward = owner == FORWARD
             number[of_forward] = role[of_forward] + self.forward.number
@@ -315,10 +315,6 @@ class Replay:
             else:
                 number[row], module[row] = numbers[id(other)], other.module
                 category[row] = other.final_category
-        ns = np.linspace(self.started, self.ended, rows).astype(np.int64)
-        columns = np.stack(
-            [ns, delta, recording.pool[:rows], category, recording.phase[:rows], module, number, rounding]
-        )
         if self.reserved:
             places = [place for place, _ in self.reserved]
             changes = [change for _, change in self.reserved]
