@@ -49,14 +49,26 @@ def transformers_config(model: Architecture) -> Any:
         sizes |= routing_sizes(model)
     if model.multi_latent_attention:
         sizes |= latent_sizes(model)
+    if model.experimental_attention_variant is not None:
+        sizes |= {name: getattr(model, name) for name in _OF_DELTA_NET}
+        kinds = ("linear_attention" if model.kind_of_layer(layer).has_linear_attention else "full_attention"
+                 for layer in range(model.num_layers))  # fmt: skip
+        sizes["layer_types"] = [*kinds]
     family = "deepseek_v3" if model.family == "kimi_k2" else model.family
     return AutoConfig.for_model(family, **sizes, **windows)
+
+
+_OF_DELTA_NET = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+_OF_QWEN = dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"), "num_experts")
 
 
 def routing_sizes(model: Architecture) -> dict[str, Any]:
     """Returns the fields of a config with experts and shared experts."""
     shared, width = model.moe_shared_expert_intermediate_size or 0, model.moe_ffn_hidden_size
-    names = dict.fromkeys(("mixtral", "gpt_oss", "minimax_m2"), "num_local_experts") | {"qwen2_moe": "num_experts"}
+    names = dict.fromkeys(("mixtral", "gpt_oss", "minimax_m2"), "num_local_experts") | _OF_QWEN
     experts = names.get(model.family, "n_routed_experts")
     return {
         experts: model.num_moe_experts,
@@ -92,11 +104,16 @@ def megatron_weights(state: dict[str, torch.Tensor], model: Architecture) -> dic
     weights["output_layer.weight"] = state["lm_head.weight"]
     for layer in range(model.num_layers):
         of, to = f"model.layers.{layer}.", f"decoder.layers.{layer}."
+        is_linear = model.kind_of_layer(layer).has_linear_attention
         attention = latent_weights if model.multi_latent_attention else attention_weights
+        attention = delta_net_weights if is_linear else attention
         weights |= {f"{to}{name}": weight for name, weight in attention(state, model, of).items()}
         routes = model.num_routing([layer]) > 0
         feed_forward = expert_weights(state, model, of) if routes else dense_weights(state, of)
         weights |= {f"{to}{name}": weight for name, weight in feed_forward.items()}
+    if model.experimental_attention_variant is not None:  # its norms multiply by 1 and what they learn
+        norms = [name for name in weights if "norm" in name and "out_norm" not in name]
+        weights |= {name: 1 + weights[name] for name in norms}
     return weights
 
 
@@ -108,6 +125,9 @@ def attention_weights(state: dict[str, torch.Tensor], model: Architecture, of: s
         weights["self_attention.core_attention.softmax_offset"] = state[f"{of}self_attn.sinks"]
     for kind in ("weight", "bias") if model.add_qkv_bias or model.add_bias_linear else ("weight",):
         parts = [state[f"{of}self_attn.{name}_proj.{kind}"] for name in "qkv"]
+        if model.attention_output_gate:
+            of_heads = parts[0].unflatten(0, (model.num_attention_heads, 2, -1))
+            parts[:1] = [of_heads[:, which].flatten(0, 1) for which in (0, 1)]
         groups = [part.unflatten(0, (model.num_query_groups, -1)) for part in parts]
         weights[f"self_attention.linear_qkv.{kind}"] = torch.cat(groups, dim=1).flatten(0, 1)
     weights["self_attention.linear_qkv.layer_norm_weight"] = state[f"{of}input_layernorm.weight"]
@@ -115,6 +135,21 @@ def attention_weights(state: dict[str, torch.Tensor], model: Architecture, of: s
     for name in "qk" if model.qk_layernorm else "":
         weights[f"self_attention.{name}_layernorm.weight"] = state[f"{of}self_attn.{name}_norm.weight"]
     return weights
+
+
+def delta_net_weights(state: dict[str, torch.Tensor], model: Architecture, of: str) -> dict[str, torch.Tensor]:
+    """Returns those of gated delta net, in one layer: transformers has the rows of each head of keys together."""
+    keys, repeated = model.linear_num_key_heads, model.linear_num_value_heads // model.linear_num_key_heads
+    wide, narrow = (state[f"{of}linear_attn.in_proj_{name}.weight"].unflatten(0, (keys, -1)) for name in ("qkvz", "ba"))
+    values = repeated * model.linear_value_head_dim
+    rows = [*wide.split([model.linear_key_head_dim] * 2 + [values] * 2, dim=1), *narrow.split(repeated, dim=1)]
+    names = {"A_log": "A_log", "dt_bias": "dt_bias", "conv1d.weight": "conv1d.weight", "out_norm.weight": "norm.weight"}
+    names["out_proj.weight"] = "out_proj.weight"
+    return {
+        "self_attention.in_proj.weight": torch.cat([part.flatten(0, 1) for part in rows]),
+        "self_attention.in_proj.layer_norm_weight": state[f"{of}input_layernorm.weight"],
+        **{f"self_attention.{ours}": state[f"{of}linear_attn.{theirs}"] for ours, theirs in names.items()},
+    }
 
 
 def latent_weights(state: dict[str, torch.Tensor], model: Architecture, of: str) -> dict[str, torch.Tensor]:
@@ -162,7 +197,7 @@ def expert_weights(state: dict[str, torch.Tensor], model: Architecture, of: str)
         weights[f"mlp.experts.linear_fc1.weight{expert}"] = state[f"{of}mlp.experts.gate_up_proj"][expert]
         weights[f"mlp.experts.linear_fc2.weight{expert}"] = state[f"{of}mlp.experts.down_proj"][expert]
     if model.moe_shared_expert_intermediate_size:
-        shared = "mlp.shared_expert" if model.family == "qwen2_moe" else "mlp.shared_experts"
+        shared = "mlp.shared_expert" if model.family in _OF_QWEN else "mlp.shared_experts"
         rows = [state[f"{of}{shared}.{name}_proj.weight"] for name in ("gate", "up")]
         weights["mlp.shared_experts.linear_fc1.weight"] = torch.cat(rows)
         weights["mlp.shared_experts.linear_fc2.weight"] = state[f"{of}{shared}.down_proj.weight"]
@@ -214,7 +249,7 @@ def main() -> None:
         print(
             f"{model.name}: {counted:,}{'' if counted == model.num_parameters else f', not {model.num_parameters:,}'}"
         )
-    names = ("llama-3", "qwen3-dense", "qwen2.5", "mixtral", "glm-4.5", "gpt-oss", "minimax")
+    names = ("llama-3", "qwen3-dense", "qwen2.5", "mixtral", "glm-4.5", "gpt-oss", "minimax", "qwen3-next")
     tiny = [ARCHITECTURES[f"{name}-tiny"] for name in names]
     deepseek, qwen_moe = ARCHITECTURES["deepseek-tiny"], ARCHITECTURES["qwen2-moe-tiny"]
     # Without the scaling of angles, whose factors memlab leaves at Megatron's own.

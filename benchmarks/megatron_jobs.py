@@ -50,6 +50,20 @@ _LATENT = {
     "moe_shared_expert_intermediate_size": 2816,
     "moe_layer_freq": (0,) + (1,) * 26,
 }
+_DELTA_NET = {
+    "kv_channels": 256,
+    "qk_layernorm": True,
+    "layernorm_epsilon": 1e-6,
+    "layernorm_zero_centered_gamma": True,
+    "attention_output_gate": True,
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
 _NO_AUX = {
     "moe_router_score_function": "sigmoid",
     "moe_router_enable_expert_bias": True,
@@ -347,6 +361,34 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_layernorm": True,
         "layernorm_epsilon": 1e-6,
     },
+    # https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct/blob/main/config.json, and likewise
+    "qwen3-next-80b-a3b": {
+        **_MOE,
+        **_DELTA_NET,
+        "hidden_size": 2048,
+        "ffn_hidden_size": 5120,
+        "num_attention_heads": 16,
+        "num_query_groups": 2,
+        "num_moe_experts": 512,
+        "moe_router_topk": 10,
+        "moe_ffn_hidden_size": 512,
+        "moe_shared_expert_intermediate_size": 512,
+        "moe_shared_expert_gate": True,
+    },
+    "qwen3.5-text-4b": {
+        **_DELTA_NET,
+        "hidden_size": 2560,
+        "ffn_hidden_size": 9216,
+        "num_attention_heads": 16,
+        "num_query_groups": 4,
+    },
+    "qwen3.5-text-9b": {
+        **_DELTA_NET,
+        "hidden_size": 4096,
+        "ffn_hidden_size": 12288,
+        "num_attention_heads": 16,
+        "num_query_groups": 4,
+    },
     # src/megatron/bridge/models/nemotronh/nemotron_h_provider.py of Megatron-Bridge 0.3.1, and likewise. The positions
     # of tokens are in no embedding.
     "nemotron-h-8b": {
@@ -426,6 +468,14 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
     "llama-3.2-3b": {"vocab_size": 128256, "rotary_base": 500000, "share_embeddings_and_output_weights": True},
     "mistral-7b-v0.3": {"vocab_size": 32768, "rotary_base": 1000000},
     "qwen3-14b": {"vocab_size": 151936, "rotary_base": 1000000},
+    "qwen3-next-80b-a3b": {"vocab_size": 151936, "rotary_base": 10000000, "rotary_percent": 0.25},
+    "qwen3.5-text-4b": {
+        "vocab_size": 248320,
+        "rotary_base": 10000000,
+        "rotary_percent": 0.25,
+        "share_embeddings_and_output_weights": True,
+    },
+    "qwen3.5-text-9b": {"vocab_size": 248320, "rotary_base": 10000000, "rotary_percent": 0.25},
     **{
         name: {"vocab_size": 151936, "rotary_base": 1000000, "share_embeddings_and_output_weights": True}
         for name in ("qwen2.5-0.5b", "qwen2.5-3b", "qwen3-0.6b", "qwen3-1.7b")
@@ -436,6 +486,7 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
 TINY = {"hidden_size": 128, "ffn_hidden_size": 256, "kv_channels": 16}
 """What a rehearsal without a GPU takes in the place of a model's own sizes; heads stay, since layouts split them."""
 TINY_EXPERTS = {"num_moe_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 64}
+TINY_DELTA_NET = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 TINY_LATENT = {"kv_lora_rank": 32, "qk_head_dim": 16, "qk_pos_emb_head_dim": 8, "v_head_dim": 16}
 TINY_VOCABULARY, TINY_SEQUENCE, TINY_LAYERS = 512, 64, 4
 
@@ -484,7 +535,8 @@ class Job:
     def tiny(self) -> Job:
         """Returns the job at sizes that a CPU steps in seconds."""
         model = MODELS[self.model]
-        parts = (TINY_EXPERTS if "num_moe_experts" in model else {}) | (TINY_LATENT if "v_head_dim" in model else {})
+        of_parts = {"num_moe_experts": TINY_EXPERTS, "v_head_dim": TINY_LATENT, "linear_key_head_dim": TINY_DELTA_NET}
+        parts = {name: size for sign, sizes in of_parts.items() if sign in model for name, size in sizes.items()}
         return replace(
             self,
             config={**self.config, **TINY, **parts},
@@ -496,7 +548,8 @@ class Job:
 
 QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, GPT, *_OF_EXPERTS = MODELS
 MOONLIGHT, LITE, V3, QWEN_MOE, MIXTRAL, GLM, GPT_OSS, MINIMAX, OLMOE, *_OTHERS = _OF_EXPERTS
-LLAMA_3B, MISTRAL, QWEN2_HALF, QWEN2_3B, QWEN_HALF, QWEN_2B, QWEN_14B, NEMOTRON_H, NANO_9B, NANO_30B = _OTHERS
+LLAMA_3B, MISTRAL, QWEN2_HALF, QWEN2_3B, QWEN_HALF, QWEN_2B, QWEN_14B, *_OF_LINEAR_ATTENTION = _OTHERS
+QWEN_NEXT, QWEN35_4B, QWEN35_9B, NEMOTRON_H, NANO_9B, NANO_30B = _OF_LINEAR_ATTENTION
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",
@@ -580,7 +633,7 @@ def jobs() -> Iterator[Job]:
     yield from dense_families(of)
     yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), own_layers(of),
                      teachers(of), fp8_parameters(of, *["one rank"] * 3))  # fmt: skip
-    yield from chain(small_switches(of), mamba(of))
+    yield from chain(small_switches(of), mamba(of), gated_delta_net(of))
     # Two ranks.
     yield from chain(latent_attention_of_two_ranks(of), fp8_parameters(of, "TP2", "DP2", "EP2 DP2"))
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
@@ -1079,6 +1132,30 @@ def classic_gpt(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(*one, state=DROPS, config={"gated_linear_unit": True}, **alone)
     yield from of(*one, state=DROPS, config={"qk_layernorm": True}, **alone)
     yield from of(*one, config={"normalization": "RMSNorm"}, **alone)
+
+
+NEXT_OF_64 = {"num_moe_experts": 64}
+"""A quarter of the optimizer's state of an H200 in four layers of Qwen3-Next."""
+
+
+def gated_delta_net(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one and two ranks of models with gated delta net: four layers are one period."""
+    alone = "one rank"
+    inside = recompute("core_attn", "layernorm", "moe_act", "shared_experts")
+    out = offload("qkv_linear", "core_attn", "attn_proj")
+    yield from of(QWEN_NEXT, 4, alone, {}, FULL, inside, out, config=NEXT_OF_64)
+    yield from of(QWEN35_4B, 4, alone, {}, FULL, recompute("core_attn", "mlp"), out)
+    yield from of(QWEN35_4B, 8, alone, {}, FULL, state=LOW_PRECISION)
+    yield from of(QWEN35_4B, 4, alone, micro_batch_size=2, seq_length=2048)
+    yield from of(QWEN35_4B, 4, alone, num_microbatches=3)
+    yield from of(QWEN35_4B, 4, alone, {}, FULL, seq_length=16384)
+    yield from of(QWEN_NEXT, 4, alone, config=NEXT_OF_64 | {"mtp_num_layers": 1})
+    yield from of(QWEN_NEXT, 8, alone, FULL, config=NEXT_OF_64, state=LOW_PRECISION, num_microbatches=2)
+    yield from of(QWEN35_9B, 4, alone, {}, FULL, state=LOW_PRECISION)
+    yield from of(QWEN35_4B, 4, alone, {}, FULL, state={"fp8_format": "hybrid", "fp8_recipe": "tensorwise"})
+    yield from of(QWEN35_4B, 4, "TP2", {}, FULL)
+    yield from of(QWEN_NEXT, 4, "TP2 EP2 ETP1", {}, FULL, config=NEXT_OF_64)
+    yield from of(QWEN_NEXT, 8, "PP2", config=NEXT_OF_64, num_microbatches=2)
 
 
 OWN_LAYERS = {"transformer_impl": "local"}

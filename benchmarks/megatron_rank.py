@@ -30,6 +30,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.models.gpt import experimental_attention_variant_module_specs as variant_specs
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
@@ -130,6 +131,7 @@ def on_device(rank: int) -> Iterator[None]:
         replaced.enter_context(patch.object(multi_latent_attention, "TELinear", layers.TorchLinear))
         for name, value in specs.items():
             replaced.enter_context(patch.object(gpt_layer_specs, name, value, create=True))
+            replaced.enter_context(patch.object(variant_specs, name, value, create=True))
         replaced.enter_context(cpu.cuda_replaced_on_ranks())
         yield
 
@@ -339,9 +341,12 @@ def gpt_model(job: Job, config: TransformerConfig, number: int = 0) -> GPTModel:
     place = {"vp_stage": number if config.virtual_pipeline_model_parallel_size else None}
     num_labels = job.state.get("num_labels")
     of_engine = config.transformer_impl == "transformer_engine"
-    spec = gpt_layer_specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=of_engine, normalization=config.normalization, **place
-    )
+    if config.experimental_attention_variant is None:
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(
+            config, use_transformer_engine=of_engine, normalization=config.normalization, **place
+        )
+    else:
+        spec = variant_specs.get_transformer_block_with_experimental_attention_variant_spec(config, **place)
     if job.model == "minimax-m2":
         take_norms_of_all_heads(spec)
     if job.model == "olmoe-1b-7b":

@@ -36,7 +36,7 @@ from memlab.config.parameters import (
     trained_of_rank,
 )
 from memlab.config.scenario import Scenario
-from memlab.engines.megatron.layers import fused_router, torch_moe, unfused_permutation
+from memlab.engines.megatron.layers import fused_router, gated_delta_rule, torch_moe, unfused_permutation
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from memlab.engines.megatron.layers.latent_rope import fused_apply_mla_rope_for_kv, fused_apply_mla_rope_for_q
 from memlab.engines.megatron.layers.own_layers import OwnProvider
@@ -173,6 +173,7 @@ def _replacements() -> dict[str, Any]:
     linear = "megatron.core.tensor_parallel.layers"
     rope = "megatron.core.models.common.embeddings.rope_utils"
     latent = "megatron.core.transformer.multi_latent_attention"
+    delta_net = "megatron.core.ssm.gated_delta_net"
     return {
         **{f"torch.cuda.{name}": value for name, value in CUDA_API.items()},
         "torch.get_rng_state": random_state,
@@ -195,6 +196,11 @@ def _replacements() -> dict[str, Any]:
         f"{rope}.fused_apply_rotary_pos_emb_thd": fused_apply_rotary_pos_emb_thd,
         f"{latent}.fused_apply_mla_rope_for_q": fused_apply_mla_rope_for_q,
         f"{latent}.fused_apply_mla_rope_for_kv": fused_apply_mla_rope_for_kv,
+        f"{delta_net}.HAVE_FLA": True,
+        f"{delta_net}.l2norm": gated_delta_rule.l2norm,
+        f"{delta_net}.chunk_gated_delta_rule": gated_delta_rule.chunk_gated_delta_rule,
+        f"{delta_net}.GatedDeltaNet._apply_gated_norm": gated_delta_rule.apply_gated_norm,
+        f"{transformer}.attention.Attention._apply_output_gate": gated_delta_rule.apply_output_gate,
         f"{moe}.HAVE_TE": True,
         f"{moe}.te_general_gemm": None,
         f"{moe}.fused_permute": torch_moe.permute,
@@ -255,7 +261,7 @@ def _is_offloadable(tensor: torch.Tensor) -> bool:
 
 
 # How many functions both tested versions of megatron-core compile at least.
-_NUM_COMPILED = 40
+_NUM_COMPILED = 38
 
 
 @cache

@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from memlab.config.from_json import read_json
 from memlab.config.hugging_face import architecture_fields, model_name
 from memlab.config.parts.dense import Dense
+from memlab.config.parts.gdn import AttentionVariant, GatedDeltaNet
 from memlab.config.parts.gqa import GroupedQueryAttention, PositionEmbeddingType, SoftmaxType
 from memlab.config.parts.mla import LatentAttention, RopeType
 from memlab.config.parts.moe import Experts, ScoreFunction
@@ -31,7 +32,8 @@ from memlab.config.validation import (
 Family = Literal[
     "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
     "kimi_k2", "glm4_moe", "gpt2", "gpt_oss",
-    "minimax_m2", "olmoe", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "glm",
+    "minimax_m2", "olmoe", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "glm", "qwen3_next",
+    "qwen3_5_text", "qwen3_5_moe_text",
 ]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
@@ -49,13 +51,22 @@ _SWITCHES = (
     *("share_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "moe_router_pre_softmax"),
     *("moe_router_enable_expert_bias", "moe_shared_expert_gate", "multi_latent_attention"),
     *("gated_linear_unit", "add_bias_linear", "quick_geglu", "norms_all_heads"),
-    "norms_all_heads_fused",
+    *("norms_all_heads_fused", "attention_output_gate"),
 )
 _CHOICES = {
     "normalization": get_args(Normalization),
     "position_embedding_type": get_args(PositionEmbeddingType),
     "softmax_type": get_args(SoftmaxType),
 }
+
+
+class LayerKind(NamedTuple):
+    """What decides the parts of a layer."""
+
+    has_linear_attention: bool
+    """Whether it has the model's `experimental_attention_variant` in the place of attention."""
+    routes: bool
+    """Whether it has experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +138,18 @@ class Architecture:
     v_head_dim: int = 0
     rope_type: RopeType = "rope"
     """How the angles of latent attention are scaled; those of other models are not."""
+    attention_output_gate: bool = False
+    """Whether attention makes, beside each head of queries, a gate of what the head returns."""
+    experimental_attention_variant: AttentionVariant | None = None
+    """What some layers have in the place of attention."""
+    linear_attention_freq: int | tuple[int, ...] | None = None
+    """One of so many layers, the last of them, has attention; or for each layer 1 if it has
+    `experimental_attention_variant` and 0 if it has attention."""
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
     moe_layer_freq: tuple[int, ...] | None = None
     """For each layer, 1 if it has experts and 0 if it is dense. None has experts in every layer, if there are any."""
     default_seq_length: int = 4096
@@ -135,6 +158,7 @@ class Architecture:
     def __post_init__(self) -> None:
         self._check_pattern()
         self._check_windows()
+        self._check_linear_attention()
         for name, at_most in _MOST.items():
             check_whole_number(f"{self.name}: {name}", getattr(self, name), at_most=at_most, action="correct it")
         for name, (above, largest) in _RANGES.items():
@@ -243,20 +267,62 @@ class Architecture:
                 f"{self.num_layers} layers: correct it"
             )
 
+    def _check_linear_attention(self) -> None:
+        pattern, variant = self.linear_attention_freq, self.experimental_attention_variant
+        if isinstance(pattern, list):  # JSON has lists
+            pattern = tuple(pattern)
+            object.__setattr__(self, "linear_attention_freq", pattern)
+        if variant not in (None, *get_args(AttentionVariant)):
+            raise ValueError(
+                f"{self.name}: experimental_attention_variant is {shortened(variant)}, must be "
+                f"{', '.join(get_args(AttentionVariant))}, or left out: correct it"
+            )
+        name = f"{self.name}: linear_attention_freq"
+        if variant is None and pattern is not None:
+            raise ValueError(
+                f"{name} is {shortened(pattern)}, must be left out without experimental_attention_variant: correct it"
+            )
+        if isinstance(pattern, tuple):
+            if len(pattern) != self.num_layers or not {*pattern} <= {0, 1}:
+                raise ValueError(
+                    f"{name} is {shortened(pattern)}, must have 1 or 0 for each of its {self.num_layers} layers: "
+                    "correct it"
+                )
+        elif variant is not None:
+            check_whole_number(name, pattern, at_most=MOST_LAYERS, action="correct it")
+        if self.multi_latent_attention and (variant is not None or self.attention_output_gate):
+            raise ValueError(
+                f"{self.name}: it has multi-latent attention beside gated delta net or a gate of attention's output, "
+                "which memlab does not have together: correct it"
+            )
+
     @property
     def attention(self) -> GroupedQueryAttention | LatentAttention:
-        """The first part of every layer."""
+        """The first part of every layer, or of those that have no other one."""
         return LatentAttention.of(self) if self.multi_latent_attention else GroupedQueryAttention.of(self)
 
     @property
-    def parts_of_kinds(self) -> dict[int | str, tuple[Part, ...]]:
+    def parts_of_kinds(self) -> dict[LayerKind, tuple[Part, ...]]:
         """The parts of each kind of layer that the model has, by `kind_of_layer`."""
-        kinds = {int(self.num_moe_experts is not None)} if self.moe_layer_freq is None else {*self.moe_layer_freq}
-        return {routes: (self.attention, (Experts if routes else Dense).of(self)) for routes in sorted(kinds)}
+        every = self.linear_attention_freq
+        shown = self.num_layers
+        if self.moe_layer_freq is None and not isinstance(every, tuple):
+            shown = min(shown, every or 1)
+        kinds = sorted({self.kind_of_layer(layer) for layer in range(shown)})
+        return {
+            kind: (
+                GatedDeltaNet.of(self) if kind.has_linear_attention else self.attention,
+                (Experts if kind.routes else Dense).of(self),
+            )
+            for kind in kinds
+        }
 
-    def kind_of_layer(self, layer: int) -> int | str:
-        """Returns which kind a layer is of, by its number from 0: 1 if it has experts, and 0 if it is dense."""
-        return int(self.num_moe_experts is not None) if self.moe_layer_freq is None else self.moe_layer_freq[layer]
+    def kind_of_layer(self, layer: int) -> LayerKind:
+        """Returns which kind a layer is of, by its number from 0."""
+        every = self.linear_attention_freq
+        is_linear = every is not None and (every[layer] if isinstance(every, tuple) else (layer + 1) % every > 0)
+        routes = self.num_moe_experts is not None if self.moe_layer_freq is None else self.moe_layer_freq[layer]
+        return LayerKind(bool(is_linear), bool(routes))
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -287,7 +353,9 @@ class Architecture:
     def absent_modules(self, field: str) -> set[str]:
         """Returns the modules of ``recompute_modules`` or ``offload_modules`` that no layer of the model has."""
         present = {type(part) for part in self.parts}
-        absent = [getattr(kind, field) for kind in (LatentAttention, Dense, Experts) if kind not in present]
+        absent = [
+            getattr(kind, field) for kind in (LatentAttention, GatedDeltaNet, Dense, Experts) if kind not in present
+        ]
         return {name for modules in absent for name in modules}
 
     @property
@@ -329,8 +397,12 @@ class Architecture:
 
     def with_layers(self, num_layers: int) -> Architecture:
         """Returns the model of the first layers."""
-        pattern = self.moe_layer_freq
-        return replace(self, num_layers=num_layers, moe_layer_freq=pattern and pattern[:num_layers])
+        patterns: dict[str, Any] = {
+            name: pattern[:num_layers]
+            for name in ("moe_layer_freq", "linear_attention_freq")
+            if isinstance(pattern := getattr(self, name), tuple)
+        }
+        return replace(self, num_layers=num_layers, **patterns)
 
     def weights_of(self, layers: Sequence[int]) -> dict[Weight, int]:
         """Returns how many of the layers, which are numbered from 0, have each of their parameters."""
@@ -455,6 +527,15 @@ _DEEPSEEK_V3 = _NO_AUX | {
     "layernorm_epsilon": 1e-6, "moe_router_num_groups": 8, "moe_router_group_topk": 4,
     "moe_router_topk_scaling_factor": 2.5,
 }  # fmt: skip
+_QWEN3_NEXT: dict[str, Any] = {
+    "family": "qwen3_next", "num_query_groups": 2, "kv_channels": 256, "vocab_size": 151936, "rotary_base": 1e7,
+    "rotary_percent": 0.25, "layernorm_epsilon": 1e-6, "qk_layernorm": True, "attention_output_gate": True,
+    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 4,
+}  # fmt: skip
+_QWEN3_5 = _QWEN3_NEXT | {"family": "qwen3_5_text", "num_query_groups": 4, "vocab_size": 248320}
+_SMALL_QWEN3_5 = _QWEN3_5 | {"num_query_groups": 2, "linear_num_value_heads": 16}
+_QWEN3_NEXT_MOE = _QWEN3_NEXT | {"moe_shared_expert_gate": True, "moe_aux_loss_coeff": 1e-3}
+_QWEN3_5_MOE = _QWEN3_NEXT_MOE | {"family": "qwen3_5_moe_text", "vocab_size": 248320, "moe_router_topk": 8}
 _GEMMA: dict[str, Any] = {"kv_channels": 256, "rotary_base": 10000.0, "layernorm_epsilon": 1e-6, "tied": True}
 _TINY: dict[str, Any] = {"num_query_groups": 2, "kv_channels": 32, "vocab_size": 256, "default_seq_length": 1024}
 
@@ -621,6 +702,26 @@ ARCHITECTURES: dict[str, Architecture] = {
                                         "kv_lora_rank": 32, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16,
                                         "v_head_dim": 32, "moe_router_topk": 4, "moe_router_num_groups": 4,
                                         "moe_router_group_topk": 2})),
+        # https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct/blob/main/config.json
+        _row("qwen3-next-80b-a3b", 48, 2048, 5120, 16, num_moe_experts=512, moe_router_topk=10, moe_ffn_hidden_size=512,
+             moe_shared_expert_intermediate_size=512, **_QWEN3_NEXT_MOE),
+        # The language models of https://huggingface.co/Qwen/Qwen3.5-27B/blob/main/config.json, and likewise
+        _row("qwen3.5-text-0.8b", 24, 1024, 3584, 8, tied=True, **_SMALL_QWEN3_5),
+        _row("qwen3.5-text-2b", 24, 2048, 6144, 8, tied=True, **_SMALL_QWEN3_5),
+        _row("qwen3.5-text-4b", 32, 2560, 9216, 16, tied=True, **_QWEN3_5),
+        _row("qwen3.5-text-9b", 32, 4096, 12288, 16, **_QWEN3_5),
+        _row("qwen3.5-text-27b", 64, 5120, 17408, 24, **(_QWEN3_5 | {"linear_num_value_heads": 48})),
+        _row("qwen3.5-text-35b-a3b", 40, 2048, 512, 16, num_moe_experts=256, moe_ffn_hidden_size=512,
+             moe_shared_expert_intermediate_size=512, **_QWEN3_5_MOE),
+        _row("qwen3.5-text-122b-a10b", 48, 3072, 1024, 32, num_moe_experts=256, moe_ffn_hidden_size=1024,
+             moe_shared_expert_intermediate_size=1024, **(_QWEN3_5_MOE | {"linear_num_value_heads": 64})),
+        _row("qwen3.5-text-397b-a17b", 60, 4096, 1024, 32, num_moe_experts=512, moe_ffn_hidden_size=1024,
+             moe_shared_expert_intermediate_size=1024,
+             **(_QWEN3_5_MOE | {"moe_router_topk": 10, "linear_num_value_heads": 64})),
+        _row("qwen3-next-tiny", 4, 128, 384, 4, num_moe_experts=8, moe_ffn_hidden_size=64,
+             moe_shared_expert_intermediate_size=64,
+             **(_QWEN3_NEXT_MOE | _TINY | {"moe_router_topk": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 32,
+                                           "linear_num_key_heads": 2, "linear_num_value_heads": 4})),
         _row("phi-4-tiny", 4, 160, 560, 5, **(_PHI | _TINY | {"num_query_groups": 5})),
     )
 }  # fmt: skip
@@ -643,6 +744,7 @@ HUGGING_FACE_NAMES = {
     **{f"mixtral-{size}": f"mistralai/Mixtral-{size.replace('b', 'B')}-v0.1" for size in ("8x7b", "8x22b")},
     **{f"gpt-oss-{size}b": f"openai/gpt-oss-{size}b" for size in (20, 120)},
     "minimax-m2": "MiniMaxAI/MiniMax-M2",
+    "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
     "olmoe-1b-7b": "allenai/OLMoE-1B-7B-0125",
     "glm-4.5": "zai-org/GLM-4.5",
     "glm-4.5-air": "zai-org/GLM-4.5-Air",

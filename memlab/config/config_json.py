@@ -40,6 +40,8 @@ class ModelType:
     multi_latent_attention: bool = False
     has_sinks: bool = False
     """Whether it is of gpt-oss' kind: sinks, biases of all matrices, and a clamped gate of experts."""
+    has_delta_net: bool = False
+    """Whether it is of Qwen3-Next's kind: gated delta net in most layers, and a gate of attention's output."""
     norms_all_heads: bool = False
     norms_all_heads_fused: bool = False
     normalizes_topk: bool = True

@@ -6,11 +6,13 @@ from typing import Any
 
 from memlab.config.config_json import ConfigJson, ModelType
 from memlab.config.parts.dense import Dense
+from memlab.config.parts.gdn import GatedDeltaNet
 from memlab.config.parts.gqa import GroupedQueryAttention
 from memlab.config.parts.mla import LatentAttention
 from memlab.config.parts.moe import Experts
 from memlab.config.validation import is_whole_number, shortened
 
+_DELTA_NET: dict[str, Any] = {"qk_layernorm": True, "rotary_percent": 0.25, "has_delta_net": True}
 _MODEL_TYPES = {
     "qwen3_moe": ModelType(num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width"),
     "mixtral": ModelType(num_key_value_heads=8, experts="width of the MLP"),
@@ -61,6 +63,13 @@ _MODEL_TYPES = {
     "olmo2": ModelType(qk_layernorm=True, norms_all_heads=True),
     "glm": ModelType(
         num_key_value_heads=2, head_dim=128, qkv_bias_field="attention_bias", has_qkv_bias=True, rotary_percent=0.5
+    ),
+    "qwen3_next": ModelType(
+        num_key_value_heads=2, head_dim=256, experts="own width", shared_expert_gate=True, **_DELTA_NET
+    ),
+    "qwen3_5_text": ModelType(num_key_value_heads=4, head_dim=256, **_DELTA_NET),
+    "qwen3_5_moe_text": ModelType(
+        num_key_value_heads=2, head_dim=256, experts="own width", shared_expert_gate=True, **_DELTA_NET
     ),
     "deepseek_v2": ModelType(experts="own width", n_shared_experts=2, qk_layernorm=True, multi_latent_attention=True),
     **dict.fromkeys(
@@ -131,9 +140,21 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
         "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", default=kind.is_gemma),
     }
     attention = LatentAttention if kind.multi_latent_attention else GroupedQueryAttention
+    if kind.has_delta_net:
+        read |= {"attention_output_gate": True, "linear_attention_freq": _linear_layers(fields)}
+        read |= GatedDeltaNet.of_config(fields, kind)
     for part in (attention, Dense, *([Experts] if kind.experts else [])):
         read |= part.of_config(fields, kind)
     return read
+
+
+def _linear_layers(fields: ConfigJson) -> int | tuple[int, ...]:
+    """Returns which layers have gated delta net (``Qwen3NextConfig`` in transformers 5.24): all but every fourth."""
+    every, kinds = fields.whole("full_attention_interval", default=4), fields.values.get("layer_types")
+    if not kinds:
+        return every
+    pattern = tuple(int(kind == "linear_attention") for kind in kinds)
+    return every if pattern == tuple(int((layer + 1) % every > 0) for layer in range(len(pattern))) else pattern
 
 
 def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
@@ -174,6 +195,7 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
         )
     layers = config.get("layer_types") or []
     known = ("full_attention", "sliding_attention") if kind.has_sinks or kind.window_pattern else ("full_attention",)
+    known = (*known, "linear_attention") if kind.has_delta_net else known
     others = [layer for layer in layers if layer not in known] if isinstance(layers, list) else [layers]
     if others:
         raise ValueError(

@@ -174,6 +174,7 @@ class Scenario:
         patterns = {
             "moe_layer_freq": ("experts", self.architecture.moe_layer_freq),
             "window_attn_skip_freq": ("a window", self.architecture.window_attn_skip_freq),
+            "linear_attention_freq": ("linear attention", self.architecture.linear_attention_freq),
         }
         for name, (what, pattern) in patterns.items():
             if isinstance(pattern, tuple) and self.num_layers > len(pattern):
@@ -385,6 +386,8 @@ class Scenario:
             )
 
     def _check_parts_of_megatron(self) -> None:
+        if self.architecture.experimental_attention_variant is not None:
+            self._check_gated_delta_net()
         if self.architecture.only_in_transformers:
             raise RuleError(
                 f"engine is 'megatron', and {self.architecture.name} is of the family {self.architecture.family}, "
@@ -392,6 +395,21 @@ class Scenario:
                 "'fsdp2'",
                 "engine",
             )
+
+    def _check_gated_delta_net(self) -> None:
+        """Refuses what Megatron-Core 0.16.1 refuses (``transformer_config.py`` and ``ssm/gated_delta_net.py``)."""
+        for name, value, only in (
+            ("context_parallel_size", self.layout.context_parallel_size, 1),
+            ("packed_sequences", self.packed_sequences, None),
+            ("transformer_impl", self.state.transformer_impl, "transformer_engine"),
+        ):
+            if value != only:
+                raise RuleError(
+                    f"{name} is {value!r}, must be {'left out' if only is None else repr(only)} for "
+                    f"{self.architecture.name}, by a rule of Megatron-Core 0.16.1 for gated delta net: correct it, or "
+                    "choose another model",
+                    name,
+                )
 
     def _check_context_parallel_of_fsdp2(self) -> None:
         state, ranks = self.state, self.layout.context_parallel_size

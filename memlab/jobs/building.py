@@ -216,6 +216,8 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
     is_megatron = values.get("engine") in (None, "megatron")
     if is_megatron:
         _note_latent_attention(reading, architecture)
+        if architecture.experimental_attention_variant is not None:
+            _note_gated_delta_net(reading)
     if architecture.add_bias_linear and is_megatron:
         _drop_beside_biases(reading, architecture)
     if is_megatron and architecture.only_in_transformers:
@@ -368,6 +370,20 @@ def _complete_exchange(reading: Reading, layout: Layout) -> None:
         reading.take(key, option, "alltoall")
     else:
         reading.miss(key, "either", "memlab exchanges tokens with alltoall where one rank has all experts")
+
+
+def _note_gated_delta_net(reading: Reading) -> None:
+    """Names what Megatron-Core does since 0.18 (``ssm/gated_delta_net.py``), where memlab has 0.16's code."""
+    values, key = reading.values, "experimental_attention_variant"
+    reading.miss(
+        key,
+        "either",
+        "gated delta net is predicted as Megatron-Core 0.16 and 0.17 compute it: since 0.18 its convolution keeps no "
+        "input of an activation, which is up to 4 bytes less for each of its channels and tokens",
+    )
+    if values.get("packed_sequences") is not None:
+        values["packed_sequences"] = None
+        reading.miss(key, "either", "the sequences of a packed row are predicted as one, since 0.16 packs none there")
 
 
 def _note_latent_attention(reading: Reading, architecture: Architecture) -> None:

@@ -30,7 +30,8 @@ class Internal:
     source: str = ""
     """The upstream file, for a name that C++ defines."""
     absent_without_te: bool = False
-    """Whether the owner imports the name from Transformer Engine, so that it may be missing without TE."""
+    """Whether the owner imports the name from Transformer Engine, or what is installed beside it, so that it may be
+    missing without TE."""
     since: tuple[int, int] = (0, 0)
     """The first version of megatron-core that has the names, such as (0, 19)."""
     until: tuple[int, int] = (99, 0)

@@ -55,6 +55,8 @@ PHI, QWEN, GPT = (ARCHITECTURES[name] for name in ("phi-4-tiny", "qwen3-moe-tiny
 
 
 LATENT = replace(ARCHITECTURES["deepseek-tiny"], num_moe_experts=None, moe_layer_freq=None, v_head_dim=16)
+_DENSE = {"num_moe_experts": None, "moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
+DELTA_NET = replace(ARCHITECTURES["qwen3-next-tiny"], **_DENSE)
 
 
 @pytest.mark.parametrize(
@@ -64,10 +66,13 @@ LATENT = replace(ARCHITECTURES["deepseek-tiny"], num_moe_experts=None, moe_layer
         LATENT,
         replace(LATENT, q_lora_rank=None, qk_layernorm=False, rope_type="rope"),
         *(GPT, replace(GPT, qk_layernorm=True, gated_linear_unit=True), replace(QWEN, normalization="LayerNorm")),
+        *(replace(DELTA_NET, linear_attention_freq=(which,) * 4) for which in (1, 0)),
+        replace(DELTA_NET, linear_attention_freq=(1,) * 4, linear_num_value_heads=2, linear_value_head_dim=64),
     ],
     ids=[
         *("phi-4's", "dense Qwen3's", "Qwen3-MoE's", "Mixtral's", "latent attention", "latent keys only"),
         *("GPT's", "GPT's with a gate", "LayerNorm"),
+        *("gated delta net", "attention with a gate", "gated delta net with as many keys as values"),
     ],
 )
 def test_the_parts_of_a_layer_keep_what_is_metered(model: Architecture) -> None:
@@ -75,7 +80,7 @@ def test_the_parts_of_a_layer_keep_what_is_metered(model: Architecture) -> None:
     with Lab(model, num_layers=2, seq_length=128, backend="simulated") as lab:
         for name in formulas_of(model):
             metered = sum(kept_by_module(lab.step(settings[name])).values())
-            assert sum(part.kept_bytes(128, name) for part in (model.attention, *model.feed_forwards)) == metered
+            assert sum(part.kept_bytes(128, name) for part in model.parts) == metered
 
 
 def test_a_slider_changes_the_text_and_the_bar() -> None:

@@ -87,6 +87,13 @@ OTHER_MOVES = {
         LOAD.replace(ALL, "model.expert_parallel_buffers") + LOAD.replace(ALL, "model.buffers"),
     ),
     "the length of the tensor": (RELEASE, LOAD.replace("buffer.grad_data_size", "len(buffer.grad_data)")),
+    "the first size of the tensor": (RELEASE, LOAD.replace("buffer.grad_data_size", "buffer.grad_data.size(0)")),
+    "the bytes of its numbers": (
+        RELEASE,
+        LOAD.replace("storage()", "untyped_storage()").replace(
+            "buffer.grad_data_size", "buffer.grad_data.numel() * buffer.grad_data.itemsize"
+        ),
+    ),
     "the elements of the tensor": (RELEASE, LOAD.replace("buffer.grad_data_size", "buffer.grad_data.nelement()")),
     "the numbers of the buffer": (
         f"for b in {ALL}:\n    b.grad_data.storage().resize_(0)",

@@ -53,7 +53,8 @@ def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, versi
         ("Qwen/Qwen3-235B-A22B-Thinking-2507", "qwen3-235b-a22b"),
         ("Qwen/Qwen3-Coder-480B-A35B-Instruct", None),
         ("Qwen/Qwen3-VL-30B-A3B-Instruct", None),
-        ("Qwen/Qwen3-Next-80B-A3B-Instruct", None),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "qwen3-next-80b-a3b"),
+        ("Qwen/Qwen3.5-9B", None),
         ("snapshots/Qwen3-30B-A3B", "qwen3-30b-a3b"),
         ("/snapshots/main", None),
         ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
@@ -409,11 +410,9 @@ def test_ranks_of_ms_swift_that_only_a_run_shows_are_said(nodes: str, tmp_path: 
 @pytest.mark.parametrize(
     "key",
     [
-        "experimental_attention_variant=gated_delta_net",
-        "linear_attention_freq=4",
+        "experimental_attention_variant=dsa",
         "heterogeneous_layers=true",
         "moe_latent_size=128",
-        "attention_output_gate=true",
         "hybrid_layer_pattern=M*M*",
     ],
 )

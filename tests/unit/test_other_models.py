@@ -70,7 +70,6 @@ def test_a_row_is_whole(model: Any) -> None:
         ("qwen2.5-vl-72b", "qwen2_5_vl.Qwen2_5_VLTextConfig"),
         ("qwen3.5-9b", "qwen3_5.Qwen3_5TextConfig"),
         ("qwen3.6-35b-a3b", "qwen3_5_moe.Qwen3_5MoeTextConfig"),
-        ("qwen3-next-80b-a3b", "qwen3_next.Qwen3NextConfig"),
         ("qwen2.5-omni-7b", "qwen2_5_omni.Qwen2_5OmniTextConfig"),
     ],
 )
@@ -112,7 +111,6 @@ def test_a_model_that_memlab_lacks_is_named_with_its_fields(
     ("name", "expected"),
     [
         ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"moe_shared_expert_overlap": True, "moe_router_dtype": "fp32"}),
-        ("Qwen/Qwen3.5-35B-A3B", {"bias_activation_fusion": True, "moe_router_dtype": "fp32"}),
         ("tencent/Hy3", {"moe_shared_expert_overlap": False, "moe_router_load_balancing_type": "none"}),
         ("nvidia/Nemotron-Mini-4B-Instruct", {"apply_rope_fusion": True}),
     ],
@@ -129,7 +127,12 @@ def test_sizes_without_a_source_decide_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [SWIFT, NEMO_RL], ids=["ms-swift", "nemo-rl"])
 @pytest.mark.parametrize(
-    ("model", "language_model"), [("Qwen2.5-VL-7B-Instruct", "qwen2.5-7b"), ("Qwen3-VL-8B-Instruct", "qwen3-8b")]
+    ("model", "language_model"),
+    [
+        ("Qwen2.5-VL-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen3-VL-8B-Instruct", "qwen3-8b"),
+        ("Qwen3.5-9B", "qwen3.5-text-9b"),
+    ],
 )
 def test_the_language_model_beside_a_tower_is_predicted_and_the_tower_is_named(
     model: str, language_model: str, text: str, tmp_path: Path

@@ -34,6 +34,7 @@ MODELS = [
         "minimax-tiny",
         "olmoe-tiny",
         "qwen2-moe-tiny",
+        "qwen3-next-tiny",
         "qwen3-moe-tiny",
     )
 ]

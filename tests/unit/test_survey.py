@@ -43,14 +43,14 @@ JOBS: dict[str, tuple[str, Outcome, tuple[str, ...]]] = {
         ("the file does not say the model",),
     ),
     "b/read.slurm": (
-        f"{SFT}Qwen/Qwen3.5-35B-A3B",
+        f"{SFT}zai-org/GLM-5",
         "read",
-        ("layers of gated delta net beside attention whose output has a gate, and a vision tower",),
+        ("sparse attention that an indexer chooses",),
     ),
     "b/refused.sh": (
-        f"{SFT}Qwen/Qwen3.5-35B-A3B --some_flag 3",
+        f"{SFT}zai-org/GLM-5 --some_flag 3",
         "refused",
-        ("layers of gated delta net beside attention whose output has a gate, and a vision tower",),
+        ("sparse attention that an indexer chooses",),
     ),
     "b/engine.sh": (
         "python -m verl.trainer.main_ppo model_engine=megatron2 actor_rollout_ref.model.path=Qwen/Qwen3-8B",
@@ -125,7 +125,7 @@ def test_counts_are_by_framework_and_by_model_and_add_up(checkout: Path) -> None
     assert {name: sum(counts.values()) for name, counts in by_model.items()} == {
         "qwen3": 8,
         "qwen2": 1,
-        "qwen3_5_moe": 2,
+        "glm_moe_dsa": 2,
         "not named": 2,
     }
     assert found.missing()["padding_free"] == 2

@@ -38,8 +38,9 @@ class Dense(FeedForward):
 
     @classmethod
     def of_config(cls, config: ConfigJson, kind: ModelType) -> dict[str, Any]:
-        """Reads the width."""
-        return {"ffn_hidden_size": config.whole("intermediate_size")}
+        """Reads the width; Qwen3.5's models with experts have none, and no layer that needs one."""
+        of_experts = config.values.get("moe_intermediate_size") if kind.has_delta_net else None
+        return {"ffn_hidden_size": config.whole("intermediate_size", default=of_experts)}
 
     def weights(self) -> tuple[Weight, ...]:
         """Returns the parameters of one layer."""

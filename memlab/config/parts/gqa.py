@@ -27,6 +27,7 @@ class GroupedQueryAttention(Part):
     norms_all_heads: bool
     norms_all_heads_fused: bool
     add_qkv_bias: bool
+    attention_output_gate: bool
     normalization: Normalization
     add_bias_linear: bool
     position_embedding_type: PositionEmbeddingType
@@ -111,8 +112,9 @@ class GroupedQueryAttention(Part):
 
     @property
     def qkv_width(self) -> int:
-        """Channels of all heads of queries, keys and values together."""
-        return (self.num_attention_heads + 2 * self.num_query_groups) * self.kv_channels
+        """Channels of all heads of queries, keys and values together, and of the gates of the output if it has them."""
+        heads = self.num_attention_heads * (2 if self.attention_output_gate else 1) + 2 * self.num_query_groups
+        return heads * self.kv_channels
 
     def weights(self) -> tuple[Weight, ...]:
         """Returns the parameters of one layer."""
@@ -192,7 +194,9 @@ class GroupedQueryAttention(Part):
         has_copies = recompute == "core_attn" and (self.rotates or self.qk_layernorm)
         attended = (6 if has_copies else 4) * (heads + groups) * channels
         log_sums = 0 if recompute == "core_attn" else 4 * heads
-        angles = 8 * channels if self.rotates else 0
+        angles = 8 * int(channels * self.rotary_percent) if self.rotates else 0
+        if self.attention_output_gate:  # the gate, the gated output, and maybe its part of linear_qkv's output
+            attended += (6 if has_copies else 4) * self.query_width
         return (4 * self.hidden_size + of_row + norms + attended + log_sums + angles) * tokens
 
 

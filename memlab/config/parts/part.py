@@ -30,7 +30,7 @@ class Weight:
     @property
     def is_matrix(self) -> bool:
         """Whether it is one operand of a matrix product."""
-        return len(self.shape) > 1
+        return len(self.shape) == 2  # that of a convolution has three dimensions
 
     @property
     def num_elements(self) -> int:
@@ -69,7 +69,7 @@ class SharedSize(NamedTuple):
     @property
     def is_of_a_matrix(self) -> bool:
         """Whether it is a width of weight matrices, which FP8 limits too."""
-        return self.ranks != "expert_model_parallel_size" and self.field != "num_attention_heads"
+        return self.ranks != "expert_model_parallel_size" and not self.field.endswith("_heads")
 
 
 @dataclass(frozen=True)

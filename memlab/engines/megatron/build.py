@@ -16,6 +16,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import get_gated_delta_net_module_spec
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -27,6 +28,7 @@ from megatron.core.transformer.multi_token_prediction import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from memlab.config.layout import Layout
+from memlab.config.parts.gdn import GatedDeltaNet
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import COMPARE_WITH_TEACHER
@@ -342,6 +344,9 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
             )
             for kind, parts in architecture.parts_of_kinds.items()
         }
+    for kind, parts in architecture.parts_of_kinds.items():
+        if isinstance(parts[0], GatedDeltaNet):
+            specs[kind].submodules.self_attention = get_gated_delta_net_module_spec(config, provider())
     for spec in specs.values() if architecture.norms_all_heads else ():
         attention = spec.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm

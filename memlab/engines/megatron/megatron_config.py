@@ -41,10 +41,12 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
     of_parts: dict[str, Any] = {
         name: getattr(architecture, name) for name in ("ffn_hidden_size", "gated_linear_unit", "add_bias_linear")
     }
-    for part in architecture.parts:
+    for part in (architecture.attention, *architecture.parts):  # a cut model may have no layer with attention
         of_parts |= {**asdict(part), **part.megatron}
     if isinstance(architecture.window_attn_skip_freq, tuple):
         of_parts["window_attn_skip_freq"] = list(architecture.window_attn_skip_freq)
+    every = architecture.linear_attention_freq
+    of_parts["linear_attention_freq"] = list(every) if isinstance(every, tuple) else every
     if architecture.moe_layer_freq is not None:
         of_parts["moe_layer_freq"] = list(architecture.moe_layer_freq[: scenario.num_layers])
     kind = MLATransformerConfig if architecture.multi_latent_attention else TransformerConfig
@@ -78,6 +80,11 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         **settings_fields(settings),
     )
     _check_padding(scenario)
+    if architecture.experimental_attention_variant is not None and not megatron_versions.HAS_FORMER_DELTA_NET:
+        raise ValueError(
+            f"{architecture.name} has gated delta net, which memlab has as Megatron-Core 0.16 and 0.17 compute it, and "
+            "a newer one is installed: install megatron-core 0.16.1"
+        )
     # What memlab's own dispatcher and FP8 layers read, which get nothing but the config.
     config.memlab_non_tn_fp8_gemm = scenario.state.non_tn_fp8_gemm
     config.memlab_pads_packed_values = scenario.state.pad_packed_values

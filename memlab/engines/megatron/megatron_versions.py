@@ -15,6 +15,10 @@ from megatron.core.transformer.moe import experts, moe_utils
 PADS_PACKED_VALUES = (MAJOR, MINOR) >= (0, 18)
 """Whether latent attention pads the values of packed rows to the size of keys (``multi_latent_attention.py``)."""
 
+HAS_FORMER_DELTA_NET = (MAJOR, MINOR) < (0, 18)
+"""Whether gated delta net convolves with torch, as memlab has it; later it does with flash-linear-attention, and
+compiles what is around it (``ssm/gated_delta_net.py``, 0.17.1 and 0.18.2)."""
+
 
 def grouped_experts(linear_fc1: type, linear_fc2: type) -> Any:
     """Returns what a layer provider gives for grouped experts (``megatron/core/models/backends.py``).

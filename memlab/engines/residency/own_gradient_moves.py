@@ -145,6 +145,13 @@ class _GradDataStandIn(_StandIn):
         """The bytes that are allocated."""
         return self._real.untyped_storage().nbytes()
 
+    @property
+    def itemsize(self) -> int:
+        return self.element_size()
+
+    def size(self, dimension: int | None = None) -> torch.Size | int:
+        return self.shape if dimension is None else self.shape[dimension]
+
     def numel(self) -> int:
         return self._real.numel()
 

@@ -28,12 +28,14 @@ _SET_BY_PROVIDER: dict[Family, dict[str, Any]] = {
     "llama": {"bias_activation_fusion": True, "apply_rope_fusion": True},
     "gpt_oss": {"bias_activation_fusion": True, "moe_router_load_balancing_type": "none"},
     "olmoe": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_router_dtype": "fp32"},
+    "qwen3_next": {"moe_router_load_balancing_type": "global_aux_loss", "moe_router_dtype": "fp32"},
     "deepseek_v2": _OF_DEEPSEEK,
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe"), _OF_DEEPSEEK | {"moe_shared_expert_overlap": True}),
 }
 """What the provider of a family sets otherwise than Megatron-Core (``models/llama/llama_bridge.py``,
-``models/deepseek/deepseek_v3_bridge.py``, ``models/glm/glm45_bridge.py``, ``models/olmoe/olmoe_bridge.py`` and
-``models/gpt_oss/gpt_oss_bridge.py``); those of other families set none of it."""
+``models/deepseek/deepseek_v3_bridge.py``, ``models/glm/glm45_bridge.py``, ``models/olmoe/olmoe_bridge.py``,
+``models/qwen/qwen3_next_bridge.py`` and ``models/gpt_oss/gpt_oss_bridge.py``); those of other families set none of
+it."""
 _TRAINS_EXTRA_LAYERS: tuple[Family, ...] = ("deepseek_v3", "kimi_k2", "glm4_moe")
 _EXTRA_LAYERS = {"deepseek-v3": 1, "glm-4.5": 1, "glm-4.5-air": 1, "glm-4.7-flash": 1}
 """Layers of multi-token prediction of published models (``num_nextn_predict_layers`` of their config.json), which

@@ -13,6 +13,7 @@ from typing import Any
 from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.option import options_of
 from memlab.config.parts.dense import Dense
+from memlab.config.parts.gdn import GatedDeltaNet
 from memlab.config.parts.gqa import GroupedQueryAttention
 from memlab.config.parts.mla import LatentAttention
 from memlab.config.parts.moe import Experts
@@ -143,6 +144,7 @@ _OF_A_MODEL = {
     "ScoreFunction": TEXT,
     "RopeType": TEXT,
     "SoftmaxType": TEXT,
+    "AttentionVariant | None": TEXT,
     "tuple[int, int] | None": WINDOW,
     "int | tuple[int, ...] | None": Conversion(_frequency, _listed),
 }
@@ -160,7 +162,9 @@ SAID_OF_LAYERS = (
     *("add_qkv_bias", "multi_latent_attention", "moe_aux_loss_coeff", "moe_router_pre_softmax"),
     *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk"),
     *("moe_router_topk_scaling_factor", "softmax_type", "window_size", "window_attn_skip_freq"),
-    *("glu_linear_offset", "activation_func_clamp_value"),
+    *("glu_linear_offset", "activation_func_clamp_value", "attention_output_gate"),
+    *("experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim"),
+    *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
 )
 """Fields of an architecture that a job may say of a model of any name: they replace the model's own."""
 ARCHITECTURE = tuple(key for key in _OF_MODELS if key.field not in SAID_OF_LAYERS)
@@ -173,10 +177,10 @@ _DEFAULTS_OF_MODELS = {
     field.name: field.default for field in fields(Architecture) if field.default is not MISSING_VALUE
 }
 _NEW = frozenset(
-    {field.name for kind in (LatentAttention, Experts) for field in fields(kind)}
+    {field.name for kind in (LatentAttention, GatedDeltaNet, Experts) for field in fields(kind)}
     - {field.name for kind in (GroupedQueryAttention, Dense) for field in fields(kind)}
     - {"num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_aux_loss_coeff", "moe_router_pre_softmax"}
-    | {"softmax_type", "window_size", "window_attn_skip_freq"}
+    | {"softmax_type", "window_size", "window_attn_skip_freq", "attention_output_gate", "linear_attention_freq"}
 )
 """Fields whose defaults are Megatron-Core's own, so that a job says them only where a model has another value."""
 
@@ -201,9 +205,13 @@ MISSING = (
     Missing("normalization", "either", "memlab has RMSNorm only", other_than("RMSNorm"), True),
     Missing("add_bias_linear", "more", "memlab's linears have no biases", blocks=True),
     Missing("gated_linear_unit", "either", "memlab's MLPs are gated", is_false, blocks=True),
-    Missing("experimental_attention_variant", "either", "another kind of attention is another model", blocks=True),
-    Missing("linear_attention_freq", "either", "layers of linear attention are another model", is_given, True),
-    Missing("attention_output_gate", "more", "memlab's attention has no gate on its output", blocks=True),
+    Missing(
+        "experimental_attention_variant",
+        "either",
+        "another kind of attention is another model",
+        other_than("gated_delta_net"),
+        True,
+    ),
     Missing("heterogeneous_block_specs", "either", "layers of different shapes are another model", blocks=True),
     Missing("moe_latent_size", "either", "experts of a narrower input are another model", blocks=True),
     Missing("hybrid_layer_pattern", "either", "layers of another kind are another model", blocks=True),

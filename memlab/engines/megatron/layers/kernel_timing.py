@@ -12,6 +12,8 @@ That is a property of the machine, and is left out: with it, predictions of dens
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+
 import torch
 
 from memlab.meter.labels import timed_at_first_call
@@ -28,5 +30,15 @@ def time_kernel(name: str, rows: torch.Tensor, probabilities: torch.Tensor | Non
         rows: What it moves, shape [rows, width].
         probabilities: What it moves beside them, if it does.
     """
-    if rows.is_meta:
-        timed_at_first_call((name, rows.shape[-1], rows.dtype, probabilities is not None), _BYTES)
+    time_variants((name, rows.shape[-1], rows.dtype, probabilities is not None), rows)
+
+
+def time_variants(kernel: Hashable, tensor: torch.Tensor) -> None:
+    """Takes and frees the buffer if a kernel is called first.
+
+    Args:
+        kernel: With all by which its variants are chosen.
+        tensor: One that it reads; with values, nothing is timed.
+    """
+    if tensor.is_meta:
+        timed_at_first_call(kernel, _BYTES)
