@@ -716,6 +716,9 @@ def teachers(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN_4B, 4, alone, num_microbatches=2, state=GKD | BLOCKWISE)
     yield from of(LLAMA_1B, 4, alone, num_microbatches=2, state=KL | DELAYED | {"teacher_model": "llama-3.2-1b"})
     yield from of(QWEN, 2, alone, state=KL | TENSORWISE)
+    yield from of(LLAMA, 4, alone, state=REFERENCE | TENSORWISE | FP8_PARAMETERS)
+    yield from of(LLAMA, 4, alone, state=KL | TENSORWISE | FP8_PARAMETERS)
+    yield from of(LLAMA, 4, alone, FULL, state=REFERENCE | BLOCKWISE | FP8_PARAMETERS)
 
 
 def teachers_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

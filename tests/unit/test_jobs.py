@@ -258,6 +258,7 @@ def test_every_field_of_a_job_is_the_one_that_its_file_means(number: int, tmp_pa
     default = flat(Scenario.of(expected["architecture"], seq_length=4096), MemorySettings())
     default |= REMEDY | {"expandable_segments": True} if framework == "verl" else {}
     default["deallocate_pipeline_outputs"] = expected.get("pipeline_model_parallel_size", 1) > 1
+    default["calculate_per_token_loss"] = framework == "nemo-rl" or (framework == "ms-swift" and "rlhf" not in text)
     if framework == "megatron-lm":
         default["create_attention_mask_in_dataloader"] = "create_attention_mask" not in text.replace("-", "_")
         default |= {name: 0.1 for name in ("hidden_dropout", "attention_dropout") if "dropout" not in text}

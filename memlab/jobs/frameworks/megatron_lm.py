@@ -366,6 +366,9 @@ def _ask_for_the_program(reading: Reading) -> None:
     """Asks what to predict where the step is not that of ``pretrain_gpt.py`` with these arguments."""
     predicted = "memlab predicts the step of pretrain_gpt.py"
     program, causes = reading.entries.program, reading.entries.causes
+    if program is not None and program.key == "MODE":
+        reading.blocked["job"].append(f"MODE {program.value} ({program.place}): it generates and does not train")
+        return
     name = "pretrain_gpt.py" if program is None else program.value
     what = next((what for what, names in _OTHER_PROGRAMS.items() if name in names), None)
     if program is not None and what is not None:
@@ -514,6 +517,11 @@ _GPT2_TOKENS = 50257
 """In https://huggingface.co/openai-community/gpt2/blob/main/vocab.json."""
 
 
+_TOKENS = {"nemotron_2_256k.model": 256000}
+"""Of tokenizers by the names of their files. The first is Nemotron-4's (``vocab_size`` in
+https://huggingface.co/nvidia/Nemotron-4-340B-Base), with which Megatron-LM's release tests train."""
+
+
 def _take_vocabulary_of_tokenizer(reading: Reading) -> None:
     """Takes the vocabulary of a published model's tokenizer, where the job leaves its size to the tokenizer.
 
@@ -528,6 +536,21 @@ def _take_vocabulary_of_tokenizer(reading: Reading) -> None:
         )
         return
     name = reading.entries.get("tokenizer_model")
+    given = reading.entries.by_key.get("tokenizer_model")  # its folder may be known only when the job runs
+    known = None if given is None else _TOKENS.get(str(given.value).rpartition("/")[2])
+    if (
+        known is None
+        and reading.get("tokenizer_type") == "Llama2Tokenizer"
+        and published_architecture(str(name)) is None
+    ):
+        known = 32000
+    if known is not None:
+        reading.take("tokenizer_model", "vocab_size", known)
+        reading.warnings.append(
+            f"vocab_size is not in the file, so Megatron-LM counts the tokens in tokenizer_model, and memlab takes "
+            f"{known:,}, as its name or tokenizer_type says: give --set vocab_size=TOKENS"
+        )
+        return
     model = published_architecture(str(name)) if name else None
     if model is not None:
         reading.take("tokenizer_model", "vocab_size", model.vocab_size)
