@@ -116,6 +116,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             "probabilities that it keeps: choose clear_gradient or release_storage, or leave one of the two out",
             *("checkpoint_input_remedy", "moe_token_dispatcher_type"),
         )
+    _check_selective_checkpoints(settings, scenario)
     _check_offload_groups(settings, scenario)
     _check_frozen_layers(settings, scenario)
     for field, choices in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):
@@ -311,6 +312,15 @@ def not_in_megatron(option: Option) -> str:
         return ""
     installed = ".".join(str(part) for part in _megatron_version())
     return f"the installed megatron-core {installed} does not have this setting ({option.since_words} has it)"
+
+
+def _check_selective_checkpoints(settings: MemorySettings, scenario: Scenario) -> None:
+    if settings.selective_ac and scenario.architecture.routes and scenario.state.model_classes != "transformers":
+        raise RuleError(
+            f"selective_ac is True with model_classes {scenario.state.model_classes!r} and experts, which memlab does "
+            "not predict together: choose recompute_granularity full without it, or model_classes transformers",
+            *("selective_ac", "model_classes"),
+        )
 
 
 def _check_offload_groups(settings: MemorySettings, scenario: Scenario) -> None:
