@@ -408,6 +408,19 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
     return reasons | {name: reason for name, reason in architecture.without_effect.items() if name in named}
 
 
+def is_without_checkpoints(settings: MemorySettings, scenario: Scenario) -> bool:
+    """Whether Megatron-Core ignores full recompute, which it does in older models with layers of Mamba."""
+    is_hybrid = scenario.architecture.hybrid_override_pattern is not None
+    is_old = is_hybrid and not scenario.versions.checkpoints_hybrid_models(_megatron_version())
+    return is_old and settings.recompute_granularity == "full"
+
+
+def without_checkpoints(settings: MemorySettings, scenario: Scenario) -> dict[str, str]:
+    """Names full recompute where Megatron-Core ignores it."""
+    reason = "megatron-core 0.16 and 0.17 ignore full recompute in a model with layers of Mamba, 0.18 has it"
+    return {"recompute_granularity": reason} if is_without_checkpoints(settings, scenario) else {}
+
+
 def without_layers_on_rank(settings: MemorySettings, scenario: Scenario) -> dict[str, str]:
     """Names the modules that other layers of the model have, and no layer of this rank."""
     kinds = scenario.architecture.kinds_of(scenario.layers_of_rank)

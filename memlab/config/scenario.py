@@ -174,6 +174,7 @@ class Scenario:
         patterns = {
             "moe_layer_freq": ("experts", self.architecture.moe_layer_freq),
             "window_attn_skip_freq": ("a window", self.architecture.window_attn_skip_freq),
+            "hybrid_override_pattern": ("which part", tuple(self.architecture.hybrid_override_pattern or ()) or None),
             "linear_attention_freq": ("linear attention", self.architecture.linear_attention_freq),
         }
         for name, (what, pattern) in patterns.items():
@@ -184,6 +185,7 @@ class Scenario:
                     "num_layers",
                 )
         self._check_architecture()
+        self._check_hybrid()
         self._check_capacity()
         self._check_extra_layers()
         self._check_reference_model()
@@ -291,13 +293,30 @@ class Scenario:
                 f"{model.max_position_embeddings}, since its positions are learned: give shorter sequences",
                 "seq_length",
             )
-        if not model.gated_linear_unit and not model.add_bias_linear and self.state.bias_activation_fusion:
+        has_gelu = not (model.gated_linear_unit or model.squared_relu)  # Megatron-Core has no fused squared ReLU
+        if has_gelu and not model.add_bias_linear and self.state.bias_activation_fusion:
             # ``TransformerConfig.__post_init__`` of megatron-core 0.16.1 and 0.19.2.
             raise RuleError(
                 f"bias_activation_fusion is True, must be False for {model.name}, which has GELU and no biases, by a "
                 "rule of Megatron-Core: switch bias_activation_fusion off",
                 "bias_activation_fusion",
             )
+
+    def _check_hybrid(self) -> None:
+        """Refuses what memlab does not predict of a model with layers of Mamba."""
+        if self.architecture.hybrid_override_pattern is None:
+            return
+        state, others = self.state, {"packed_sequences": self.packed_sequences is not None}
+        others |= {"context_parallel_size": self.layout.context_parallel_size > 1, "lora_rank": state.lora is not None}
+        others |= {"mtp_num_layers": bool(state.mtp_num_layers), "cuda_graph_impl": state.cuda_graph_impl != "none"}
+        others["transformer_impl"] = state.transformer_impl == "local"
+        for name, is_on in others.items():
+            if is_on:
+                raise RuleError(
+                    f"{name} is set, which memlab does not predict of {self.architecture.name}, a model with layers of "
+                    f"Mamba: leave {name} out",
+                    name,
+                )
 
     def _check_capacity(self) -> None:
         """Checks that an expert that is padded has a capacity, and no more rows than there are tokens.

@@ -150,7 +150,7 @@ def record(
         if type(event) is not Event:
             return None
         _, delta, pool, allocation, phase, rounding, _ = event
-        if pool == _RESERVED:
+        if pool == _RESERVED or delta == rounding:  # the latter of a workspace, at the first product that needs it
             continue
         key = id(allocation)
         place = places.get(allocation.module)
@@ -195,11 +195,11 @@ def freed_by(events: Iterable[Any], known: Mapping[int, Role]) -> list[tuple[int
         streams are those of offload, which differs between equal layers.
     """
     num_allocated, freed = 0, dict[Role, int]()
-    for _, delta, pool, allocation, *_ in events:
+    for _, delta, pool, allocation, _, rounding, _ in events:
         role = known.get(id(allocation))
         if delta < 0 and role is not None:
             freed[role] = num_allocated
-        elif delta > 0 and pool != _RESERVED:
+        elif delta > rounding and pool != _RESERVED:
             num_allocated += allocation.stream == 0
             if role is not None:  # emptied before, and filled again
                 freed.pop(role, None)

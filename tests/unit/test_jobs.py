@@ -499,11 +499,11 @@ def test_a_model_that_memlab_does_not_have_is_said(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "run.sh",
-        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --vocab-size 50257 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --bf16 --squared-relu --position-embedding-type relative",
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --vocab-size 50257 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --bf16 --openai-gelu --position-embedding-type relative",
     )
     job = Job.read(path)
     assert job.scenario is None
-    assert "squared-relu" in str(job.not_supported)
+    assert "openai-gelu" in str(job.not_supported)
     assert "positions relative" in str(job.not_supported)
     assert Job.read(path, architecture="phi-4-tiny").scenario is not None
 

@@ -28,14 +28,21 @@ _SET_BY_PROVIDER: dict[Family, dict[str, Any]] = {
     "llama": {"bias_activation_fusion": True, "apply_rope_fusion": True},
     "gpt_oss": {"bias_activation_fusion": True, "moe_router_load_balancing_type": "none"},
     "olmoe": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_router_dtype": "fp32"},
+    "nemotron_h": {
+        "attention_backend": "flash",
+        "apply_rope_fusion": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_overlap": True,
+    },
     "qwen3_next": {"moe_router_load_balancing_type": "global_aux_loss", "moe_router_dtype": "fp32"},
     "deepseek_v2": _OF_DEEPSEEK,
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe"), _OF_DEEPSEEK | {"moe_shared_expert_overlap": True}),
 }
 """What the provider of a family sets otherwise than Megatron-Core (``models/llama/llama_bridge.py``,
-``models/deepseek/deepseek_v3_bridge.py``, ``models/glm/glm45_bridge.py``, ``models/olmoe/olmoe_bridge.py``,
-``models/qwen/qwen3_next_bridge.py`` and ``models/gpt_oss/gpt_oss_bridge.py``); those of other families set none of
-it."""
+``models/deepseek/deepseek_v3_bridge.py``, ``models/nemotronh/nemotron_h_bridge.py``, ``models/glm/glm45_bridge.py``,
+``models/olmoe/olmoe_bridge.py``, ``models/qwen/qwen3_next_bridge.py`` and ``models/gpt_oss/gpt_oss_bridge.py``); those
+of other families set none of it."""
 _DIVIDES_BY_ALL_TOKENS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families whose providers switch a loss per token on where ranks share a sequence (``finalize`` in
 ``models/qwen_vl/qwen3_vl_provider.py`` and ``qwen35_vl_provider.py``, 067f987d)."""
