@@ -416,7 +416,7 @@ MEASURED = {
     ("name", "error"),
     [
         ("moonlight-16b-a3b 3 layers one rank x1 num_moe_experts=16", 2e-4),
-        ("deepseek-v2-lite 4 layers PP2 x4 num_moe_experts=16 deallocate_pipeline_outputs=True", 1e-4),
+        ("deepseek-v2-lite 4 layers PP2 x4 num_moe_experts=16 deallocate_pipeline_outputs=True", 1.1e-4),
         (
             "qwen1.5-moe-a2.7b 2 layers one rank x1 recompute_granularity=selective recompute_modules=shared_experts",
             1e-5,
