@@ -48,6 +48,13 @@ _MODELS: dict[str, dict[str, Any]] = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 4096, "intermediate_size": 12288,
         "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "rope_theta": 1e6,
         "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "tie_word_embeddings": False},
+    "qwen3-30b-a3b": {  # with a small vocabulary, so that layers have the peak
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "vocab_size": 8192, "rope_theta": 1e6, "rms_norm_eps": 1e-6, "max_position_embeddings": 40960,
+        "tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "router_aux_loss_coef": 0.001,
+        "attention_bias": False},
     **{
         name: {
             "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": hidden,
@@ -59,7 +66,12 @@ _MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """From the models' config.json."""
 _TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "vocab_size": 512, "head_dim": 32}  # fmt: skip
+         "vocab_size": 512, "head_dim": 32, "num_experts": 16, "moe_intermediate_size": 64}  # fmt: skip
+_BACKEND = {
+    "_target_": "nemo_automodel.components.models.common.BackendConfig", "linear": "torch", "rms_norm": "torch_fp32",
+    "enable_hf_state_dict_adapter": False, "dispatcher": "torch", "experts": "torch_mm",
+}  # fmt: skip
+"""Of models with experts, of which Automodel has classes of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +112,14 @@ def jobs() -> list[Job]:
     def of_verl(model: str, *options: str, **fields: Any) -> Job:
         return replace(verl, model=model, options=options, **fields)
 
+    own = replace(auto, model="qwen3-30b-a3b", num_layers=2, seq_length=8192)
+    sdpa, te, balanced = "backend.attn=sdpa", "backend.attn=te", "backend.fake_balanced_gate=true"
+    shared, of_four = "distributed.ep_size=8", "distributed.ep_size=4"
+    of_te = ("backend.linear=te", "backend.rms_norm=te")
+
+    def of_experts(*options: str, **fields: Any) -> Job:
+        return replace(own, options=options, **fields)
+
     return [
         of_auto("llama-3.1-8b"),
         of_verl("qwen3-8b"),
@@ -132,6 +152,15 @@ def jobs() -> list[Job]:
         of_verl("llama-3.1-8b", "engine.reshard_after_forward=false"),
         of_verl("qwen3-8b", "engine.forward_prefetch=true", num_microbatches=2),
         of_verl("llama-3.1-8b", "engine.fsdp_size=4"),
+        of_experts(sdpa),
+        of_experts(sdpa, shared, balanced),
+        of_experts(sdpa, shared, checkpoints, balanced, num_layers=4),
+        of_experts(te, shared, checkpoints, num_layers=4, seq_length=16384),
+        of_experts(te, checkpoints),
+        of_experts(te, of_four, checkpoints, balanced),
+        of_experts(te, shared, "model.torch_dtype=float32", balanced, seq_length=4096),
+        of_experts(te, shared, checkpoints, *of_te, balanced, num_layers=4),
+        of_experts(sdpa, shared, checkpoints, num_microbatches=2),
     ]
 
 
@@ -255,10 +284,14 @@ def recipe_of_automodel(job: Job, of_model: Path) -> dict[str, Any]:
     }
     if any(option.startswith("peft.") for option in job.options):
         recipe["peft"] = {"_target_": "nemo_automodel.components._peft.lora.PeftConfig", "target_modules": "*_proj"}
+    if "num_experts" in _MODELS[job.model]:
+        del recipe["model"]["use_liger_kernel"]
+        recipe["backend"] = recipe["model"]["backend"] = dict(_BACKEND)
     for option in job.options:
         key, value = option.split("=", 1)
         section, name = key.split(".")
         recipe[section][name] = {"true": True, "false": False}.get(value, int(value) if value.isdigit() else value)
+    recipe.pop("backend", None)
     return recipe
 
 
@@ -396,7 +429,7 @@ def _start_ranks(num_ranks: int, on_gpu: bool) -> None:
     os.environ["WORLD_SIZE"] = str(num_ranks)
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
     new_group, scatter, gather = dist.new_group, dist.reduce_scatter_tensor, dist.all_gather_into_tensor
-    reduce = dist.all_reduce
+    reduce, gather_list = dist.all_reduce, dist.all_gather
 
     def copied_scatter(output: Any, input: Any, *args: Any, **named: Any) -> Any:  # noqa: A002 - torch's name
         work = scatter(output, input, *args, **named)
@@ -415,6 +448,12 @@ def _start_ranks(num_ranks: int, on_gpu: bool) -> None:
             tensor.mul_(dist.get_world_size(group))
         return reduce(tensor, op, group, async_op)
 
+    def gathered(parts: Any, own: Any, *args: Any, **named: Any) -> Any:
+        work = gather_list(parts, own, *args, **named)
+        torch._foreach_copy_(parts, [own] * len(parts))
+        return work
+
+    dist.all_gather = gathered
     dist.new_group = lambda *args, **named: new_group(*args, **(named | {"backend": "fake"}))
     dist.reduce_scatter_tensor, dist.all_gather_into_tensor = copied_scatter, copied_gather
     dist.all_reduce = summed_reduce
@@ -449,6 +488,7 @@ def take_automodel(job: Job, path: Path, meter: _Meter) -> None:
     signal_handler.get_device = lambda *_: device  # both know NCCL and gloo only
     mesh_utils._mesh_device_type = lambda: device.type
     mesh_utils._nccl_backend_override = lambda *_, **__: None  # meshes would have NCCL's groups beside the fake one
+    mesh_utils._can_reuse_default_group = lambda *_: True
     if not meter.on_gpu:
         auto_model.torch = types.SimpleNamespace(**vars(torch) | {"device": lambda *_: device})
     from nemo_automodel.recipes._typed_config import RecipeConfig  # noqa: F401 - the recipe makes one

@@ -71,7 +71,6 @@ _NO_AUX = {
 }
 _HYBRID = {
     "gated_linear_unit": False,
-    "bias_activation_fusion": False,  # Megatron-Core has no fused squared ReLU
     "kv_channels": 128,
     "layernorm_epsilon": 1e-5,
     "is_hybrid_model": True,
@@ -399,7 +398,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_query_groups": 8,
         "mamba_num_heads": 128,
     },
-    "nvidia-nemotron-nano-9b-v2": {
+    "nemotron-nano-v2-9b": {
         **_HYBRID,
         "hidden_size": 4480,
         "ffn_hidden_size": 15680,
@@ -408,7 +407,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_num_heads": 128,
         "mamba_head_dim": 80,
     },
-    "nvidia-nemotron-3-nano-30b-a3b": {
+    "nemotron-3-nano-30b": {
         **_HYBRID,
         **{name: value for name, value in _MOE.items() if name not in ("qk_layernorm", "layernorm_epsilon")},
         **_NO_AUX,
@@ -431,8 +430,8 @@ MODELS: dict[str, dict[str, Any]] = {
 """Fields of Megatron's ``TransformerConfig``."""
 HYBRIDS = {
     "nemotron-h-8b": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-    "nvidia-nemotron-nano-9b-v2": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
-    "nvidia-nemotron-3-nano-30b-a3b": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "nemotron-nano-v2-9b": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "nemotron-3-nano-30b": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
 }
 """Which layers of Megatron's ``MambaModel`` are Mamba, attention, an MLP or experts."""
 EMBEDDINGS: dict[str, dict[str, Any]] = {
@@ -659,12 +658,18 @@ def mamba(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     alone = "one rank"
     yield from of(NEMOTRON_H, 9, alone, {}, recompute("core_attn"), ATTENTION, FULL)
     yield from of(NANO_30B, 6, alone, {}, recompute("moe_act"), EXPERTS, recompute("moe"))
-    yield from of(NEMOTRON_H, 4, alone, seq_length=16384)
-    yield from of(NEMOTRON_H, 4, alone, micro_batch_size=2)
     yield from of(NEMOTRON_H, 9, alone, num_microbatches=3, state=LOW_PRECISION | FUSED_GRADIENTS)
     yield from of(NANO_30B, 13, alone, num_microbatches=2, config={"num_moe_experts": 32}, state=LOW_PRECISION)
     yield from of(NANO_30B, 6, alone, recompute("layernorm", "moe_act"), recompute("shared_experts"))
-    yield from of(NANO_9B, 8, alone)
+    # With few logits, the peak is in the backward pass of a layer of Mamba.
+    small = chain(
+        of(NEMOTRON_H, 5, alone, seq_length=8192),
+        of(NEMOTRON_H, 3, alone, micro_batch_size=2),
+        of(NEMOTRON_H, 1, alone, seq_length=16384),
+        of(NANO_30B, 7, alone, config={"num_moe_experts": 32}),
+        of(NANO_9B, 8, alone),
+    )
+    yield from (replace(job, vocab_size=4096) for job in small)
 
 
 CRITIC = {"num_labels": 1}
@@ -716,6 +721,9 @@ def teachers(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN_4B, 4, alone, num_microbatches=2, state=GKD | BLOCKWISE)
     yield from of(LLAMA_1B, 4, alone, num_microbatches=2, state=KL | DELAYED | {"teacher_model": "llama-3.2-1b"})
     yield from of(QWEN, 2, alone, state=KL | TENSORWISE)
+    yield from of(LLAMA, 4, alone, state=REFERENCE | TENSORWISE | FP8_PARAMETERS)
+    yield from of(LLAMA, 4, alone, state=KL | TENSORWISE | FP8_PARAMETERS)
+    yield from of(LLAMA, 4, alone, FULL, state=REFERENCE | BLOCKWISE | FP8_PARAMETERS)
 
 
 def teachers_of_two_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

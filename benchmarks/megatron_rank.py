@@ -245,8 +245,8 @@ def transformer_config(job: Job) -> TransformerConfig:
     }
     is_gated = values["gated_linear_unit"]
     values["activation_func"] = torch.nn.functional.silu if is_gated else torch.nn.functional.gelu
-    if job.model in HYBRIDS:
-        values["activation_func"] = squared_relu
+    if job.model in HYBRIDS:  # Megatron-Core has no fused squared ReLU
+        values |= {"activation_func": squared_relu, "bias_activation_fusion": False}
     if "glu_linear_offset" in values:
         # The object that the config compares with: memlab's stand-ins replace compiled functions.
         values["activation_func"] = importlib.import_module(TransformerConfig.__module__).quick_gelu

@@ -65,10 +65,11 @@ _OPTIONS_OF_STATE = (
     "mtp_num_layers",
     "moe_router_load_balancing_type",
     "moe_shared_expert_overlap",
+    "calculate_per_token_loss",
 )
 """Fields of Megatron's config of the model that memlab has in its training state."""
-_WITHOUT_EFFECT = ("moe_router_bias_update_rate", "calculate_per_token_loss")
-"""Fields of Megatron's config that change none of the bytes that torch allocates."""
+_WITHOUT_EFFECT = ("moe_router_bias_update_rate",)
+"""Fields of Megatron's config that change no bytes."""
 
 
 def measure(folder: Path, num_ranks: int | None, only: list[str], seconds: float) -> int:

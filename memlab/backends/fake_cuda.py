@@ -28,6 +28,7 @@ class FakeCuda(CudaOnCpu):
         super().__init__()
         self.handlers |= {
             torch.Tensor.item: _item,
+            torch.Tensor.__bool__: _bool,
             torch.Tensor.copy_: copy_,
             torch.nn.functional.embedding: embedding,
             torch.logsumexp: logsumexp,
@@ -59,6 +60,12 @@ def _item(tensor: torch.Tensor) -> Any:
     order = stream_order()
     order.synchronize(order.event(current_stream()))
     return torch.zeros((), dtype=tensor.dtype).item() if tensor.is_meta else tensor.item()
+
+
+def _bool(tensor: torch.Tensor) -> bool:
+    # Megatron asks whether the batch has tokens (``finalize_model_grads``): it has.
+    value = _item(tensor)
+    return tensor.is_meta or bool(value)
 
 
 _WITHOUT_VALUES = {torch.empty, torch.empty_like, torch.empty_permuted, torch.empty_strided}

@@ -18,6 +18,7 @@ from memlab.config.hugging_face import architecture_fields, model_name
 from memlab.config.parts.dense import Dense
 from memlab.config.parts.gdn import AttentionVariant, GatedDeltaNet
 from memlab.config.parts.gqa import GroupedQueryAttention, PositionEmbeddingType, SoftmaxType
+from memlab.config.parts.mamba import Mamba
 from memlab.config.parts.mla import LatentAttention, RopeType
 from memlab.config.parts.moe import Experts, ScoreFunction
 from memlab.config.parts.part import FeedForward, Normalization, Part, SharedSize, Weight, norm_weights
@@ -33,7 +34,7 @@ Family = Literal[
     "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
     "kimi_k2", "glm4_moe", "gpt2", "gpt_oss",
     "minimax_m2", "olmoe", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "glm", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text",
+    "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h",
 ]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
@@ -51,13 +52,16 @@ _SWITCHES = (
     *("share_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "moe_router_pre_softmax"),
     *("moe_router_enable_expert_bias", "moe_shared_expert_gate", "multi_latent_attention"),
     *("gated_linear_unit", "add_bias_linear", "quick_geglu", "norms_all_heads"),
-    *("norms_all_heads_fused", "attention_output_gate"),
+    *("norms_all_heads_fused", "squared_relu", "attention_output_gate"),
 )
 _CHOICES = {
     "normalization": get_args(Normalization),
     "position_embedding_type": get_args(PositionEmbeddingType),
     "softmax_type": get_args(SoftmaxType),
 }
+
+_KINDS: dict[str, type[Part]] = {"M": Mamba, "*": GroupedQueryAttention, "-": Dense, "E": Experts}
+"""The letters of `Architecture.hybrid_override_pattern`."""
 
 
 class LayerKind(NamedTuple):
@@ -96,6 +100,8 @@ class Architecture:
     normalization: Normalization = "RMSNorm"
     gated_linear_unit: bool = True
     """Whether MLPs have a gate (SwiGLU). Without one, they have GELU."""
+    squared_relu: bool = False
+    """Whether MLPs and experts without a gate have the square of ReLU in the place of GELU (Megatron-LM's flag)."""
     quick_geglu: bool = False
     """Whether the gate of experts is an approximation of GELU in the place of SiLU (Megatron-LM's flag)."""
     glu_linear_offset: float = 0.0
@@ -138,6 +144,13 @@ class Architecture:
     v_head_dim: int = 0
     rope_type: RopeType = "rope"
     """How the angles of latent attention are scaled; those of other models are not."""
+    hybrid_override_pattern: str | None = None
+    """For each layer, which one part it has: M is Mamba, * attention, - an MLP, and E experts. None has attention and
+    an MLP or experts in each layer."""
+    mamba_num_heads: int = 0
+    mamba_head_dim: int = 64
+    mamba_state_dim: int = 128
+    mamba_num_groups: int = 8
     attention_output_gate: bool = False
     """Whether attention makes, beside each head of queries, a gate of what the head returns."""
     experimental_attention_variant: AttentionVariant | None = None
@@ -156,6 +169,7 @@ class Architecture:
     """The sequence length that a Scenario takes when none is given."""
 
     def __post_init__(self) -> None:
+        self._check_kinds_of_layers()
         self._check_pattern()
         self._check_windows()
         self._check_linear_attention()
@@ -210,10 +224,15 @@ class Architecture:
                 f"{self.name}: it has multi-latent attention with LayerNorm, biases or learned positions, and memlab "
                 "has it with RMSNorm and rope, without biases: correct them"
             )
-        if self.num_moe_experts is not None and not self.gated_linear_unit:
+        if self.squared_relu and self.gated_linear_unit:
+            raise ValueError(
+                f"{self.name}: squared_relu is True with gated_linear_unit, must be False there, since the gate is "
+                "SiLU: correct one of them"
+            )
+        if self.num_moe_experts is not None and not (self.gated_linear_unit or self.squared_relu):
             raise ValueError(
                 f"{self.name}: gated_linear_unit is False, must be True for a model with experts, since memlab has "
-                "experts with a gate: choose True"
+                "experts with a gate or with squared_relu: choose one of them"
             )
         self._check_gates()
         if self.norms_all_heads and (not self.qk_layernorm or self.multi_latent_attention):
@@ -243,6 +262,35 @@ class Architecture:
                 f"{self.name}: it has multi-latent attention with softmax_type {self.softmax_type} and window_size "
                 f"{self.window_size}, which memlab has in grouped-query attention only: leave them out"
             )
+
+    def _check_kinds_of_layers(self) -> None:
+        """Checks the pattern of a hybrid model (``mamba_hybrid_layer_allocation.py`` of Megatron-Core, 0.16.1)."""
+        pattern, name = self.hybrid_override_pattern, f"{self.name}: hybrid_override_pattern"
+        if pattern is None:
+            if self.mamba_num_heads:
+                raise ValueError(
+                    f"{self.name}: mamba_num_heads is {self.mamba_num_heads}, must be left out without "
+                    "hybrid_override_pattern, which says which layers are Mamba: give the pattern"
+                )
+            return
+        if not isinstance(pattern, str) or len(pattern) != self.num_layers or not {*pattern} <= {*_KINDS}:
+            raise ValueError(
+                f"{name} is {shortened(pattern)}, must have one of {' '.join(_KINDS)} for each of {self.num_layers} "
+                "layers: correct it"
+            )
+        if "M" not in pattern:
+            raise ValueError(f"{name} is {shortened(pattern)}, must have M, for a layer of Mamba: correct it")
+        if "E" in pattern and self.num_moe_experts is None:
+            raise ValueError(f"{name} has E, must have it only in a model with experts: give num_moe_experts")
+        others = {"moe_layer_freq": self.moe_layer_freq, "multi_latent_attention": self.multi_latent_attention}
+        others |= {"window_size": self.window_size, "quick_geglu": self.quick_geglu}
+        others |= {"softmax_type": self.softmax_type != "vanilla", "norms_all_heads": self.norms_all_heads}
+        for other, value in others.items():
+            if value:
+                raise ValueError(
+                    f"{name} is {shortened(pattern)} with {other}, which memlab has in models of attention only: leave "
+                    "one of the two out"
+                )
 
     def _check_pattern(self) -> None:
         pattern = self.moe_layer_freq
@@ -302,13 +350,16 @@ class Architecture:
         return LatentAttention.of(self) if self.multi_latent_attention else GroupedQueryAttention.of(self)
 
     @property
-    def parts_of_kinds(self) -> dict[LayerKind, tuple[Part, ...]]:
+    def parts_of_kinds(self) -> dict[LayerKind | str, tuple[Part, ...]]:
         """The parts of each kind of layer that the model has, by `kind_of_layer`."""
+        if self.hybrid_override_pattern is not None:
+            kinds_of_parts = {name: kind for name, kind in _KINDS.items() if name in self.hybrid_override_pattern}
+            return {name: (kind.of(self),) for name, kind in kinds_of_parts.items()}
         every = self.linear_attention_freq
         shown = self.num_layers
         if self.moe_layer_freq is None and not isinstance(every, tuple):
             shown = min(shown, every or 1)
-        kinds = sorted({self.kind_of_layer(layer) for layer in range(shown)})
+        kinds = sorted({self._kind_by_patterns(layer) for layer in range(shown)})
         return {
             kind: (
                 GatedDeltaNet.of(self) if kind.has_linear_attention else self.attention,
@@ -317,8 +368,13 @@ class Architecture:
             for kind in kinds
         }
 
-    def kind_of_layer(self, layer: int) -> LayerKind:
-        """Returns which kind a layer is of, by its number from 0."""
+    def kind_of_layer(self, layer: int) -> LayerKind | str:
+        """Returns which kind a layer is of, by its number from 0; in a hybrid model it is the letter of the pattern."""
+        if self.hybrid_override_pattern is not None:
+            return self.hybrid_override_pattern[layer]
+        return self._kind_by_patterns(layer)
+
+    def _kind_by_patterns(self, layer: int) -> LayerKind:
         every = self.linear_attention_freq
         is_linear = every is not None and (every[layer] if isinstance(every, tuple) else (layer + 1) % every > 0)
         routes = self.num_moe_experts is not None if self.moe_layer_freq is None else self.moe_layer_freq[layer]
@@ -353,9 +409,8 @@ class Architecture:
     def absent_modules(self, field: str) -> set[str]:
         """Returns the modules of ``recompute_modules`` or ``offload_modules`` that no layer of the model has."""
         present = {type(part) for part in self.parts}
-        absent = [
-            getattr(kind, field) for kind in (LatentAttention, GatedDeltaNet, Dense, Experts) if kind not in present
-        ]
+        kinds = (LatentAttention, GatedDeltaNet, GroupedQueryAttention, Dense, Experts)
+        absent = [getattr(kind, field) for kind in kinds if kind not in present]
         return {name for modules in absent for name in modules}
 
     @property
@@ -373,7 +428,8 @@ class Architecture:
     @property
     def without_effect(self) -> dict[str, str]:
         """What does nothing in any of its layers: ``field:module`` to the reason."""
-        ignored = [part.without_effect for part in self.feed_forwards]
+        others = [part for part in self.parts if isinstance(part, (FeedForward, Mamba))]
+        ignored = [part.without_effect for part in others[::-1]]
         everywhere = {name: reason for name, reason in ignored[0].items() if all(name in each for each in ignored)}
         ignored_by_all = {**self.attention.without_effect, **everywhere}
         return {name: reason for name, reason in ignored_by_all.items() if name not in self.attention.effective}
@@ -399,8 +455,8 @@ class Architecture:
         """Returns the model of the first layers."""
         patterns: dict[str, Any] = {
             name: pattern[:num_layers]
-            for name in ("moe_layer_freq", "linear_attention_freq")
-            if isinstance(pattern := getattr(self, name), tuple)
+            for name in ("moe_layer_freq", "linear_attention_freq", "hybrid_override_pattern")
+            if isinstance(pattern := getattr(self, name), tuple | str)
         }
         return replace(self, num_layers=num_layers, **patterns)
 
@@ -526,6 +582,18 @@ _DEEPSEEK_V3 = _NO_AUX | {
     "family": "deepseek_v3", "q_lora_rank": 1536, "rope_type": "yarn", "vocab_size": 129280, "rotary_base": 10000.0,
     "layernorm_epsilon": 1e-6, "moe_router_num_groups": 8, "moe_router_group_topk": 4,
     "moe_router_topk_scaling_factor": 2.5,
+}  # fmt: skip
+_HYBRID: dict[str, Any] = {
+    "family": "nemotron_h", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 131072, "rotary_base": 10000.0,
+    "layernorm_epsilon": 1e-5, "position_embedding_type": "none", "gated_linear_unit": False, "squared_relu": True,
+    "default_seq_length": 8192,
+}  # fmt: skip
+_NANO_3 = _HYBRID | {
+    "num_query_groups": 2, "mamba_num_heads": 64, "num_moe_experts": 128, "moe_router_topk": 6,
+    "moe_ffn_hidden_size": 1856, "moe_shared_expert_intermediate_size": 3712, "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True, "moe_router_num_groups": 1, "moe_router_group_topk": 1,
+    "moe_router_topk_scaling_factor": 2.5, "moe_aux_loss_coeff": 1e-4,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
 }  # fmt: skip
 _QWEN3_NEXT: dict[str, Any] = {
     "family": "qwen3_next", "num_query_groups": 2, "kv_channels": 256, "vocab_size": 151936, "rotary_base": 1e7,
@@ -702,6 +770,30 @@ ARCHITECTURES: dict[str, Architecture] = {
                                         "kv_lora_rank": 32, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16,
                                         "v_head_dim": 32, "moe_router_topk": 4, "moe_router_num_groups": 4,
                                         "moe_router_group_topk": 2})),
+        # https://huggingface.co/nvidia/Nemotron-H-8B-Base-8K/blob/main/config.json, and likewise, as in
+        # src/megatron/bridge/models/nemotronh/nemotron_h_provider.py of Megatron-Bridge 0.3.1
+        _row("nemotron-h-4b", 52, 3072, 12288, 32, mamba_num_heads=112,
+             hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", **_HYBRID),
+        _row("nemotron-h-8b", 52, 4096, 21504, 32, mamba_num_heads=128,
+             hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", **_HYBRID),
+        _row("nemotron-h-47b", 98, 8192, 30720, 64, mamba_num_heads=256, mamba_state_dim=256,
+             hybrid_override_pattern="M-M-M-M-M-M-M-M-M*-M-M-M-M-M-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-M-M---MM---"
+                                     "M-M*-M-M-M-M-M-", **_HYBRID),
+        _row("nemotron-h-56b", 118, 8192, 32768, 64, mamba_num_heads=256, mamba_state_dim=256,
+             hybrid_override_pattern="M-M-M-M*-" + "M-M-M-M-M*-" * 9 + "M-M-M-M-M-", **_HYBRID),
+        _row("nemotron-nano-v2-9b", 56, 4480, 15680, 40, mamba_num_heads=128, mamba_head_dim=80,
+             hybrid_override_pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", **_HYBRID),
+        _row("nemotron-nano-v2-12b", 62, 5120, 20480, 40, mamba_num_heads=128, mamba_head_dim=80,
+             hybrid_override_pattern="M-M-M-M*-" * 6 + "M-M-M-M-", **_HYBRID),
+        _row("nemotron-3-nano-4b", 42, 3136, 12544, 40, mamba_num_heads=96, mamba_head_dim=80,
+             hybrid_override_pattern="M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-", **_HYBRID),
+        _row("nemotron-3-nano-30b", 52, 2688, 1856, 32, **_NANO_3),
+        _row("nemotron-h-tiny", 6, 128, 256, 4, mamba_num_heads=8, mamba_head_dim=32, mamba_state_dim=16,
+             hybrid_override_pattern="MM-*M-", **(_HYBRID | _TINY | {"mamba_num_groups": 2})),
+        _row("nemotron-3-tiny", 6, 128, 64, 4, mamba_head_dim=32, mamba_state_dim=16,
+             **(_NANO_3 | _TINY | {"mamba_num_groups": 2, "mamba_num_heads": 8, "num_moe_experts": 8,
+                                   "moe_router_topk": 2, "moe_ffn_hidden_size": 64,
+                                   "moe_shared_expert_intermediate_size": 128, "hybrid_override_pattern": "MEM*EM"})),
         # https://huggingface.co/Qwen/Qwen3-Next-80B-A3B-Instruct/blob/main/config.json
         _row("qwen3-next-80b-a3b", 48, 2048, 5120, 16, num_moe_experts=512, moe_router_topk=10, moe_ffn_hidden_size=512,
              moe_shared_expert_intermediate_size=512, **_QWEN3_NEXT_MOE),
@@ -763,6 +855,14 @@ HUGGING_FACE_NAMES = {
     "granite-3.3-2b": "ibm-granite/granite-3.3-2b-instruct",
     "olmo-2-1b": "allenai/OLMo-2-0425-1B",
     "glm-4-9b": "zai-org/glm-4-9b-hf",
+    "nemotron-h-4b": "nvidia/Nemotron-H-4B-Base-8K",
+    "nemotron-h-8b": "nvidia/Nemotron-H-8B-Base-8K",
+    "nemotron-h-47b": "nvidia/Nemotron-H-47B-Base-8K",
+    "nemotron-h-56b": "nvidia/Nemotron-H-56B-Base-8K",
+    "nemotron-nano-v2-9b": "nvidia/NVIDIA-Nemotron-Nano-9B-v2",
+    "nemotron-nano-v2-12b": "nvidia/NVIDIA-Nemotron-Nano-12B-v2",
+    "nemotron-3-nano-4b": "nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16",
+    "nemotron-3-nano-30b": "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
     "mistral-7b-v0.1": "mistralai/Mistral-7B-v0.1",
     "mistral-7b-v0.2": "mistralai/Mistral-7B-Instruct-v0.2",
     "mistral-7b-v0.3": "mistralai/Mistral-7B-v0.3",
@@ -787,6 +887,10 @@ SAME_SIZES = {
     "moonlight-16b-a3b-instruct": "moonlight-16b-a3b",
     "moonlight16b": "moonlight-16b-a3b",  # a folder of SkyRL's example
     "llama-3.3-70b": "llama-3.1-70b",
+    **{f"nemotron-h-{size}b{words}": f"nemotron-h-{size}b" for size in (4, 8, 47, 56) for words in ("-base-8k", "-8k")},
+    **{f"nvidia-nemotron-nano-{size}b-v2": f"nemotron-nano-v2-{size}b" for size in (9, 12)},
+    "nvidia-nemotron-3-nano-4b": "nemotron-3-nano-4b",
+    **{f"nvidia-nemotron-{name}-30b-a3b": "nemotron-3-nano-30b" for name in ("3-nano", "3.5-lightning")},
     "llama-3.1-nemotron-nano-8b-v1": "llama-3.1-8b",
     "qwq-32b": "qwen2.5-32b",
     **{f"llama-3-{size}b": f"llama-3.1-{size}b" for size in (8, 70)},
@@ -811,7 +915,7 @@ _VARIANTS = re.compile(
 
 
 def known_names() -> str:
-    """Returns the names of `ARCHITECTURES` for a message: those that differ in their last part as ``qwen3-{4b,8b}``."""
+    """Returns the names of `ARCHITECTURES`: those that differ in their last part as ``qwen3-{4b,8b}``."""
     ends: dict[str, list[str]] = {}
     for name in ARCHITECTURES:
         start, _, end = name.rpartition("-")
@@ -819,6 +923,13 @@ def known_names() -> str:
     return ", ".join(
         f"{start}-{found[0]}" if len(found) == 1 else f"{start}-{{{','.join(found)}}}" for start, found in ends.items()
     )
+
+
+def names_of_families() -> str:
+    """Returns a name of each family, for a message of one line."""
+    first = {model.family: name for name, model in reversed(ARCHITECTURES.items())}
+    names = [name for name, model in ARCHITECTURES.items() if first[model.family] == name]
+    return f"{', '.join(names)}, and others of these families (memlab predict --help)"
 
 
 _MODEL_NAME = re.compile(r"[^./~][^/]*(/[^/]+)?|(.*/)?models--.*")
@@ -853,7 +964,7 @@ def find_architecture(name: str | Path) -> Architecture:
     if not isinstance(name, (str, Path)):
         raise ValueError(
             f"architecture is {shortened(name)}, must be a name, a path or an Architecture: choose from "
-            f"{known_names()}, or give the path of a config.json or its folder"
+            f"{names_of_families()}, or give the path of a config.json or its folder"
         )
     known = ARCHITECTURES.get(str(name))
     if known is not None:
@@ -867,12 +978,12 @@ def find_architecture(name: str | Path) -> Architecture:
                 return published
             raise ValueError(
                 f"architecture {shortened(str(name))} is neither a known name nor a Hugging Face config.json: "
-                f"choose from {known_names()}, or give the path of a config.json or its folder"
+                f"choose from {names_of_families()}, or give the path of a config.json or its folder"
             )
     except OSError as error:  # a name that is too long, a folder that may not be entered
         raise ValueError(
             f"architecture {shortened(str(name))} cannot be read ({(error.strerror or '').lower()}): choose from "
-            f"{known_names()}, or give the path of a config.json or its folder"
+            f"{names_of_families()}, or give the path of a config.json or its folder"
         ) from error
     config = read_json(config_path, "give a Hugging Face config.json")
     if not isinstance(config, dict):

@@ -163,12 +163,19 @@ def check_exchange(job: Scenario) -> None:
 
 
 def require_no_library_for_exchange(job: Scenario) -> None:
-    """Checks that a live job does not need DeepEP or HybridEP, which memlab only predicts.
+    """Checks that a live job does not need DeepEP or HybridEP, or what memlab only predicts under FSDP2.
 
     Raises:
         RuleError: If it does.
     """
-    state = job.state
+    state, ranks = job.state, job.layout.expert_model_parallel_size
+    if job.engine == "fsdp2" and (ranks > 1 or state.attn_implementation == "te"):
+        name, value = ("expert_model_parallel_size", ranks) if ranks > 1 else ("attn_implementation", "te")
+        raise RuleError(
+            f"{name} is {value!r} with engine 'fsdp2', which memlab only predicts: predict the step (memlab predict, "
+            "backend 'simulated')",
+            name,
+        )
     if state.moe_token_dispatcher_type == "flex" and job.architecture.routes:
         raise RuleError(
             f"moe_token_dispatcher_type is 'flex', whose backend {state.moe_flex_dispatcher_backend!r} memlab only "

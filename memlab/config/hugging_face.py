@@ -8,6 +8,7 @@ from memlab.config.config_json import ConfigJson, ModelType
 from memlab.config.parts.dense import Dense
 from memlab.config.parts.gdn import GatedDeltaNet
 from memlab.config.parts.gqa import GroupedQueryAttention
+from memlab.config.parts.mamba import Mamba
 from memlab.config.parts.mla import LatentAttention
 from memlab.config.parts.moe import Experts
 from memlab.config.validation import is_whole_number, shortened
@@ -63,6 +64,16 @@ _MODEL_TYPES = {
     "olmo2": ModelType(qk_layernorm=True, norms_all_heads=True),
     "glm": ModelType(
         num_key_value_heads=2, head_dim=128, qkv_bias_field="attention_bias", has_qkv_bias=True, rotary_percent=0.5
+    ),
+    "nemotron_h": ModelType(
+        num_key_value_heads=8,
+        head_dim=128,
+        experts="own width",
+        n_group=1,
+        topk_group=1,
+        topk_method="noaux_tc",
+        scoring_func="sigmoid",
+        is_hybrid=True,
     ),
     "qwen3_next": ModelType(
         num_key_value_heads=2, head_dim=256, experts="own width", shared_expert_gate=True, **_DELTA_NET
@@ -136,15 +147,68 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": fields.whole("vocab_size"),
         "rotary_base": fields.number("rope_theta", default=base),
         "rotary_percent": fields.number("partial_rotary_factor", default=share),
-        "layernorm_epsilon": fields.number("rms_norm_eps"),
+        "layernorm_epsilon": fields.number(
+            "layer_norm_epsilon" if kind.is_hybrid else "rms_norm_eps", default=1e-5 if kind.is_hybrid else None
+        ),
         "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", default=kind.is_gemma),
     }
     attention = LatentAttention if kind.multi_latent_attention else GroupedQueryAttention
     if kind.has_delta_net:
         read |= {"attention_output_gate": True, "linear_attention_freq": _linear_layers(fields)}
         read |= GatedDeltaNet.of_config(fields, kind)
-    for part in (attention, Dense, *([Experts] if kind.experts else [])):
+    pattern = _kinds_of_layers(fields) if kind.is_hybrid else None
+    has_experts = kind.experts is not None and (pattern is None or "E" in pattern)
+    for part in (attention, Dense, *([Experts] if has_experts else [])):
         read |= part.of_config(fields, kind)
+    return read if pattern is None else read | _hybrid(fields, kind, pattern)
+
+
+_LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
+
+
+def _kinds_of_layers(fields: ConfigJson) -> str:
+    """Returns the pattern of a hybrid model's layers (``NemotronHConfig`` in transformers 5.24)."""
+    listed = fields.values.get("layers_block_type") or fields.values.get("layer_types")
+    if listed is None:
+        pattern = fields.values.get("hybrid_override_pattern")
+        if not isinstance(pattern, str):
+            raise ValueError("field 'hybrid_override_pattern' is missing: give the whole Hugging Face config.json")
+        return pattern
+    if not isinstance(listed, list) or not {*map(str, listed)} <= {*_LETTERS}:
+        raise ValueError(
+            f"layers_block_type is {shortened(listed)}, must be a list of {', '.join(_LETTERS)}: correct it"
+        )
+    return "".join(_LETTERS[each] for each in listed)
+
+
+def _hybrid(fields: ConfigJson, kind: ModelType, pattern: str) -> dict[str, Any]:
+    """Reads what only hybrid models have.
+
+    Raises:
+        ValueError: If a field says what memlab does not have.
+    """
+    modelled: dict[str, Any] = {
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "use_conv_bias": True,
+        "conv_kernel": 4,
+    }
+    modelled |= {"chunk_size": 128, "use_bias": False, "mamba_proj_bias": False, "residual_in_fp32": False}
+    modelled["moe_latent_size"] = None
+    for name, value in modelled.items():
+        if fields.values.get(name, value) not in (value, None):
+            raise ValueError(f"{name} {shortened(fields.values[name])} is not modelled: memlab models {value!r}")
+    read: dict[str, Any] = {
+        "num_layers": len(pattern),
+        "hybrid_override_pattern": pattern,
+        "position_embedding_type": "none",
+        "gated_linear_unit": False,
+        "squared_relu": True,
+        **Mamba.of_config(fields, kind),
+    }
+    if "E" in pattern:
+        read["moe_shared_expert_intermediate_size"] = fields.whole("moe_shared_expert_intermediate_size")
+        read["moe_layer_freq"] = None
     return read
 
 
@@ -193,7 +257,7 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
             f"sliding_window {shortened(window)} is not modelled, unless it is at least max_position_embeddings, "
             f"{shortened(longest)}: memlab's attention sees all earlier tokens"
         )
-    layers = config.get("layer_types") or []
+    layers = [] if kind.is_hybrid else config.get("layer_types") or []
     known = ("full_attention", "sliding_attention") if kind.has_sinks or kind.window_pattern else ("full_attention",)
     known = (*known, "linear_attention") if kind.has_delta_net else known
     others = [layer for layer in layers if layer not in known] if isinstance(layers, list) else [layers]

@@ -59,7 +59,9 @@ class Layout:
         1, "number of model chunks per stage; with 2 or more, the schedule is interleaved (default 1)"
     )
     """A stage has chunks from several depths of the model."""
-    expert_model_parallel_size: int = option(1, "number of ranks that share the experts of a layer (default 1)")
+    expert_model_parallel_size: int = option(
+        1, "number of ranks that share the experts of a layer (default 1)", engines=("megatron", "fsdp2")
+    )
     """They are out of those of one pipeline stage."""
     expert_tensor_parallel_size: int | None = option(
         None, "number of ranks that share the matrices of an expert (default: the tensor parallel size)"

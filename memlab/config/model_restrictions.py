@@ -116,6 +116,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             "probabilities that it keeps: choose clear_gradient or release_storage, or leave one of the two out",
             *("checkpoint_input_remedy", "moe_token_dispatcher_type"),
         )
+    _check_selective_checkpoints(settings, scenario)
     _check_offload_groups(settings, scenario)
     _check_frozen_layers(settings, scenario)
     for field, choices in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):
@@ -313,6 +314,15 @@ def not_in_megatron(option: Option) -> str:
     return f"the installed megatron-core {installed} does not have this setting ({option.since_words} has it)"
 
 
+def _check_selective_checkpoints(settings: MemorySettings, scenario: Scenario) -> None:
+    if settings.selective_ac and scenario.architecture.routes and scenario.state.model_classes != "transformers":
+        raise RuleError(
+            f"selective_ac is True with model_classes {scenario.state.model_classes!r} and experts, which memlab does "
+            "not predict together: choose recompute_granularity full without it, or model_classes transformers",
+            *("selective_ac", "model_classes"),
+        )
+
+
 def _check_offload_groups(settings: MemorySettings, scenario: Scenario) -> None:
     """Refuses offload modules with which the second step ends in Megatron 0.19's own "Chunk mismatch".
 
@@ -396,6 +406,19 @@ def without_effect(settings: MemorySettings, architecture: Architecture) -> dict
         reasons["offload_modules:core_attn"] = "core_attn is recomputed, and then Megatron offloads nothing of it"
     named = {f"{field}:{name}" for field in _MODULES for name in getattr(settings, field) or ()}
     return reasons | {name: reason for name, reason in architecture.without_effect.items() if name in named}
+
+
+def is_without_checkpoints(settings: MemorySettings, scenario: Scenario) -> bool:
+    """Whether Megatron-Core ignores full recompute, which it does in older models with layers of Mamba."""
+    is_hybrid = scenario.architecture.hybrid_override_pattern is not None
+    is_old = is_hybrid and not scenario.versions.checkpoints_hybrid_models(_megatron_version())
+    return is_old and settings.recompute_granularity == "full"
+
+
+def without_checkpoints(settings: MemorySettings, scenario: Scenario) -> dict[str, str]:
+    """Names full recompute where Megatron-Core ignores it."""
+    reason = "megatron-core 0.16 and 0.17 ignore full recompute in a model with layers of Mamba, 0.18 has it"
+    return {"recompute_granularity": reason} if is_without_checkpoints(settings, scenario) else {}
 
 
 def without_layers_on_rank(settings: MemorySettings, scenario: Scenario) -> dict[str, str]:

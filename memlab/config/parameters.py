@@ -49,7 +49,8 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
     vocabulary += has_output * (num_labels or 0) * model.hidden_size
     vocabulary += has_embedding * model.num_parameters_of_positions + has_norm * model.num_parameters_of_final_norm
-    return Parameters(*(-(-count // scenario.ranks_of_shards) for count in (outside, vocabulary, inside)))
+    layers, words = (-(-count // scenario.ranks_of_shards) for count in (outside, vocabulary))
+    return Parameters(layers, words, -(-inside // scenario.ranks_of_expert_shards))
 
 
 def trained_of_rank(scenario: Scenario) -> Parameters:

@@ -46,7 +46,7 @@ FAMILIES_OF_FSDP2 = (
 """The families that the engine fsdp2 builds."""
 _FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 """Those of them that it divides over tensor parallel ranks."""
-FAMILIES_OF_AUTOMODEL = ("llama", "qwen2", "qwen3")
+FAMILIES_OF_AUTOMODEL = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Those of them of which NeMo Automodel has classes of its own (``_transformers/registry.py``)."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
@@ -174,6 +174,7 @@ class Scenario:
         patterns = {
             "moe_layer_freq": ("experts", self.architecture.moe_layer_freq),
             "window_attn_skip_freq": ("a window", self.architecture.window_attn_skip_freq),
+            "hybrid_override_pattern": ("which part", tuple(self.architecture.hybrid_override_pattern or ()) or None),
             "linear_attention_freq": ("linear attention", self.architecture.linear_attention_freq),
         }
         for name, (what, pattern) in patterns.items():
@@ -184,6 +185,7 @@ class Scenario:
                     "num_layers",
                 )
         self._check_architecture()
+        self._check_hybrid()
         self._check_capacity()
         self._check_extra_layers()
         self._check_reference_model()
@@ -291,13 +293,30 @@ class Scenario:
                 f"{model.max_position_embeddings}, since its positions are learned: give shorter sequences",
                 "seq_length",
             )
-        if not model.gated_linear_unit and not model.add_bias_linear and self.state.bias_activation_fusion:
+        has_gelu = not (model.gated_linear_unit or model.squared_relu)  # Megatron-Core has no fused squared ReLU
+        if has_gelu and not model.add_bias_linear and self.state.bias_activation_fusion:
             # ``TransformerConfig.__post_init__`` of megatron-core 0.16.1 and 0.19.2.
             raise RuleError(
                 f"bias_activation_fusion is True, must be False for {model.name}, which has GELU and no biases, by a "
                 "rule of Megatron-Core: switch bias_activation_fusion off",
                 "bias_activation_fusion",
             )
+
+    def _check_hybrid(self) -> None:
+        """Refuses what memlab does not predict of a model with layers of Mamba."""
+        if self.architecture.hybrid_override_pattern is None:
+            return
+        state, others = self.state, {"packed_sequences": self.packed_sequences is not None}
+        others |= {"context_parallel_size": self.layout.context_parallel_size > 1, "lora_rank": state.lora is not None}
+        others |= {"mtp_num_layers": bool(state.mtp_num_layers), "cuda_graph_impl": state.cuda_graph_impl != "none"}
+        others["transformer_impl"] = state.transformer_impl == "local"
+        for name, is_on in others.items():
+            if is_on:
+                raise RuleError(
+                    f"{name} is set, which memlab does not predict of {self.architecture.name}, a model with layers of "
+                    f"Mamba: leave {name} out",
+                    name,
+                )
 
     def _check_capacity(self) -> None:
         """Checks that an expert that is padded has a capacity, and no more rows than there are tokens.
@@ -360,6 +379,7 @@ class Scenario:
             )
         self._check_version_1()
         self._check_model_classes()
+        self._check_spread_experts_of_fsdp2()
         self._check_context_parallel_of_fsdp2()
         if self.layout.tensor_model_parallel_size > 1:
             self._check_tensor_parallel_of_fsdp2()
@@ -502,11 +522,65 @@ class Scenario:
                 f"Automodel has no class: choose transformers, or a model of {', '.join(FAMILIES_OF_AUTOMODEL)}",
                 "model_classes",
             )
+        if self.architecture.routes:
+            self._check_experts_of_automodel()
         if self.layout.sequence_parallel and self.layout.tensor_model_parallel_size > 1 and family != "qwen3":
             raise RuleError(
                 f"model_classes is {kind!r} and sequence_parallel, which memlab does not predict together: choose "
                 "transformers, or leave sequence_parallel out",
                 *("model_classes", "sequence_parallel"),
+            )
+
+    def _check_experts_of_automodel(self) -> None:
+        """Refuses what memlab does not predict beside the classes of `memlab.engines.fsdp2.automodel_experts`."""
+        state, layout = self.state, self.layout
+        is_spread = layout.expert_model_parallel_size > 1
+        for name, value, is_refused in (
+            ("fsdp_version", 1, state.fsdp_version == 1),
+            ("context_parallel_size", layout.context_parallel_size, layout.context_parallel_size > 1),
+            ("lora_rank", state.lora and state.lora.rank, state.lora is not None),
+            ("attn_implementation", state.attn_implementation, state.attn_implementation not in ("sdpa", "te")),
+            ("packed_sequences", self.packed_sequences, self.packed_sequences and state.attn_implementation != "te"),
+            ("dp_replicate_size", state.dp_replicate_size, is_spread and state.dp_replicate_size > 1),
+            ("fsdp_cpu_offload", True, is_spread and state.fsdp_cpu_offload),
+            ("routing", str(self.routing), is_spread and self.routing.kind in ("random", "counts")),
+        ):
+            if is_refused:
+                raise RuleError(
+                    f"model_classes is {state.model_classes!r} with {self.architecture.name}, which has experts, and "
+                    f"{name} {value!r}, which memlab does not predict together: choose transformers, or leave {name} "
+                    "out",
+                    *("model_classes", name),
+                )
+
+    def _check_spread_experts_of_fsdp2(self) -> None:
+        ranks, kind = self.layout.expert_model_parallel_size, self.state.moe_token_dispatcher_type
+        given = f"expert_model_parallel_size is {ranks} with engine {self.engine!r}"
+        if ranks == 1:
+            if kind == "allgather":
+                raise RuleError(
+                    f"moe_token_dispatcher_type is {kind!r} with engine {self.engine!r} and expert_model_parallel_size "
+                    "1, where no rank has tokens for another one: leave it out, or spread the experts",
+                    *("moe_token_dispatcher_type", "expert_model_parallel_size"),
+                )
+            return
+        if self.state.model_classes == "transformers":
+            raise RuleError(
+                f"{given} and model_classes 'transformers', must be 1, since memlab spreads only the experts of NeMo "
+                "Automodel's own classes: choose 1, or another model_classes",
+                *("expert_model_parallel_size", "model_classes"),
+            )
+        if kind == "alltoall":
+            raise RuleError(
+                f"{given} and moe_token_dispatcher_type {kind!r}, must be allgather or flex, the dispatchers of NeMo "
+                "Automodel (torch; deepep and hybridep): choose one of them",
+                *("moe_token_dispatcher_type", "expert_model_parallel_size"),
+            )
+        if self.ranks_of_shards % ranks:
+            raise RuleError(
+                f"{given}, must divide the {self.ranks_of_shards} ranks that have shards, by a rule of NeMo Automodel: "
+                "choose a divisor",
+                *("expert_model_parallel_size", "data_parallel_size"),
             )
 
     def _check_tensor_parallel_of_fsdp2(self) -> None:
@@ -555,6 +629,11 @@ class Scenario:
     def keeps_scores(self) -> bool:
         """Whether attention keeps the probability of every pair of tokens for backward."""
         return self.state.attention_backend == "unfused" or self.state.transformer_impl == "local"
+
+    @property
+    def ranks_of_expert_shards(self) -> int:
+        """Number of ranks over which the experts of the rank are spread, beside those that have other experts."""
+        return max(1, self.ranks_of_shards // self.layout.expert_model_parallel_size)
 
     @property
     def ranks_of_shards(self) -> int:
@@ -816,6 +895,13 @@ class Scenario:
             )
 
     def _check_attn_implementation(self) -> None:
+        is_of_experts = self.state.model_classes != "transformers" and self.architecture.routes
+        if self.state.attn_implementation == "te" and not (is_of_experts and self.dtype == "bf16"):
+            raise RuleError(
+                "attn_implementation is 'te', which memlab has for NeMo Automodel's own classes of models with experts "
+                f"in bf16 only, and model_classes is {self.state.model_classes!r}: choose sdpa",
+                *("attn_implementation", "model_classes"),
+            )
         if self.state.attn_implementation == "flash_attention_2" and self.dtype != "bf16":
             raise RuleError(
                 f"attn_implementation is 'flash_attention_2' with dtype {self.dtype!r}, must be 'sdpa' or 'eager' "

@@ -36,7 +36,7 @@ TokenDispatcher = Literal["alltoall", "allgather", "flex"]
 FlexBackend = Literal["deepep", "hybridep"]
 TokenDropPolicy = Literal["probs", "position"]
 ReshardAfterForward = Literal["all_but_last", "all", "none"]
-AttnImplementation = Literal["sdpa", "flash_attention_2", "eager"]
+AttnImplementation = Literal["sdpa", "flash_attention_2", "eager", "te"]
 SeparateEmbeddings = Literal["none", "input", "both"]
 ModelClasses = Literal["transformers", "automodel", "automodel_0.7.0"]
 LossOfTransformers = Literal[
@@ -75,6 +75,7 @@ _DROP = {
 _ROUTER = {"group": "Router of experts"}
 _ROUTER_FORWARD = {"group": "", "rebuilds": "nothing", "megatron": "model"}
 _DISPATCH = {"group": "", "rebuilds": "model", "megatron": "model"}
+_EXCHANGE: dict[str, Any] = _DISPATCH | {"engines": ("megatron", "fsdp2")}
 _USER_BUFFERS: dict[str, Any] = {"group": "", "rebuilds": "model", "megatron": "model", "needs": "tp_comm_overlap"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
 _OF_TE_ADAM: dict[str, Any] = {"needs": "adam_implementation", "needs_value": "te_fused"}
@@ -452,21 +453,21 @@ class TrainingState:
         "alltoall",
         "how ranks exchange the tokens of experts: each sends rows to the ranks of their experts (alltoall), all "
         "gather the tokens of all (allgather), or a library sends them (flex, only predicted, as read in its source)",
-        **_DISPATCH,
+        **_EXCHANGE,
     )
     """Megatron's own default is ``allgather``."""
     moe_flex_dispatcher_backend: FlexBackend = option(
         "deepep",
         "which library sends tokens: DeepEP (deepep), each token once to a rank, or HybridEP (hybridep), which sorts "
         "rows by experts too; `memlab.config.exchange_buffers` has their buffers outside torch's allocator",
-        **_DISPATCH,
+        **_EXCHANGE,
         needs="moe_token_dispatcher_type",
         needs_value="flex",
     )
     moe_deepep_num_sms: int = option(
         20,
         "multiprocessors that exchange tokens; DeepEP's buffers grow with them",
-        **_DISPATCH,
+        **_EXCHANGE,
         at_least=2,
         at_most=128,
         needs="moe_flex_dispatcher_backend",
@@ -569,6 +570,16 @@ class TrainingState:
         **_FORWARD,
     )
     """Its graph for backward stays. Megatron-Core's own default is False."""
+    # DDP reads it when it is built, and the schedule in each step (``finalize_model_grads``).
+    calculate_per_token_loss: bool = option(
+        False,
+        "divide gradients by the tokens of the whole batch, instead of each micro-batch's loss by its own",
+        group="",
+        rebuilds="model",
+        megatron="model",
+    )
+    """The last pipeline stage sends the number of tokens to the others, so NCCL sets up the group of the stages, also
+    of one (`memlab.fitting.outside_torch`)."""
     cuda_graph_impl: CudaGraphImpl = option(
         "none",
         "replay forward and backward of all micro-batches from one CUDA graph, or layers from graphs of "
@@ -704,16 +715,16 @@ class TrainingState:
     model_classes: ModelClasses = option(
         "transformers",
         "whose classes the model is built of: those of transformers (the default), or NeMo Automodel's own of Llama, "
-        "Qwen2 and Qwen3, as in August 2026 (automodel) or as released (automodel_0.7.0, which rotates queries and "
-        "keys in fp32)",
+        "Qwen2, Qwen3 and Qwen3-MoE, as in August 2026 (automodel) or as released (automodel_0.7.0)",
         rebuilds="model",
         **_LOOP_OF_FSDP2,
     )
-    """`memlab.engines.fsdp2.automodel_classes` has them."""
+    """`memlab.engines.fsdp2.automodel_classes` and `memlab.engines.fsdp2.automodel_experts` have them."""
     attn_implementation: AttnImplementation = option(
         "sdpa",
         "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "
-        "package flash-attn 2, or products of whole matrices of scores (eager)",
+        "package flash-attn 2, products of whole matrices of scores (eager), or, with NeMo Automodel's classes of "
+        "models with experts, Transformer Engine's (te, only predicted)",
         rebuilds="model",
         **_FSDP2,
     )
@@ -917,13 +928,19 @@ class TrainingState:
                 "teacher_model out",
                 *("teacher_model", "loss"),
             )
-        for name in ("loss", "num_labels", "mtp_num_layers", "fp8_param_gather"):
+        for name in ("loss", "num_labels", "mtp_num_layers"):
             if getattr(self, name) != _default(name) and not (name == "loss" and compares):
                 raise RuleError(
                     f"{given} with {name} {getattr(self, name)!r}, which memlab does not predict together: leave one "
                     "of the two out",
                     *("reference_model", name),
                 )
+        if self.fp8_param_gather and self.fp8_recipe == "mxfp8":
+            raise RuleError(
+                f"{given} with fp8_param_gather and fp8_recipe 'mxfp8', which memlab does not predict together: choose "
+                "fp8_recipe 'tensorwise' or 'blockwise', or leave one of the two out",
+                *("reference_model", "fp8_param_gather"),
+            )
 
     def _check_fp8(self) -> None:
         if self.fp8_param_gather and self.fp8_format is None:

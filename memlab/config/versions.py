@@ -39,6 +39,7 @@ _FIRST_THAT_FREES_QUANTIZED_GRADIENTS, _LAST_THAT_OVERWRITES_GRADIENTS_OF_SCORES
 _LAST_THAT_PREPARES_EVERY_CHECKPOINT = (2, 19)
 _LAST_WITH_A_BUFFER_FOR_EACH_RANK, _FIRST_WHOSE_GRAPHS_COPY_GRADIENTS = (2, 19), (2, 19)
 _RANKS_WITH_TWO_BUFFERS = 2
+_FIRST_THAT_CHECKPOINTS_HYBRID_MODELS = (0, 18)
 _DIFFERENCES_OF_CORES = {
     frozenset({"0.16", "0.19"}): "49 steps with 0.19.2 peaked within 0.04 % of those with 0.16.1",
     frozenset({"0.16", "0.18"}): "15 jobs with 0.18.2 peaked within 0.02 % of those with 0.16.1",
@@ -171,6 +172,17 @@ class Versions:
         Fixed in torch 2.14 (https://github.com/pytorch/pytorch/pull/187433).
         """
         return _numbers(self.torch) < _FIRST_THAT_FREES_GATHERS
+
+    def checkpoints_hybrid_models(self, installed_core: tuple[int, ...]) -> bool:
+        """Whether full recompute does anything in a model with layers of Mamba (``models/hybrid/hybrid_block.py``).
+
+        ``mamba_block.py`` of 0.16.1 and 0.17.1 ignores it: a step of Nemotron-H 8B with 9 layers peaked as without it.
+
+        Args:
+            installed_core: The version that runs, if no other is meant.
+        """
+        meant = installed_core if self.megatron_core is None else _numbers(self.megatron_core)
+        return meant >= _FIRST_THAT_CHECKPOINTS_HYBRID_MODELS
 
     def remarks(self, state: TrainingState, context_parallel_size: int, installed_core: str) -> list[str]:
         """Returns what a reader of a prediction should know of its versions: where they decide, or are not exact.

@@ -20,7 +20,7 @@ from memlab.config.architectures import Architecture
 from memlab.config.exchange_buffers import exchange_buffers
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
-from memlab.config.training_state import TrainingState
+from memlab.config.training_state import COMPARE_WITH_TEACHER, TrainingState
 from memlab.config.user_buffers import user_buffer_bytes
 from memlab.units import MIB, format_bytes
 
@@ -120,8 +120,10 @@ def estimate_outside_torch(
     has_experts = layout.expert_model_parallel_size > 1 or (model is not None and model.routes)
     is_last_stage = layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
     has_head = state is not None and state.num_labels is not None
-    # ms-swift's GKD reduces over tensor parallel ranks only where there are several (gkd_loss.py, 3602360).
-    is_alone = state is not None and state.loss == "jsd" and layout.tensor_model_parallel_size == 1
+    # Losses that compare with a teacher reduce over tensor parallel ranks only where there are several (gkd_loss.py of
+    # ms-swift 3602360, and ``LogitsKLLoss`` in modelopt/torch/distill/plugins/megatron.py, a2fbac7b).
+    compares = state is not None and state.loss in COMPARE_WITH_TEACHER and not state.lm_loss_beside
+    is_alone = compares and layout.tensor_model_parallel_size == 1
     has_logits = is_last_stage and not has_head and not is_alone
     balancing = _loss_of_router(model, state) if has_experts else None
     rings = _groups_that_reduce(
@@ -158,6 +160,8 @@ def estimate_outside_torch(
     nccl = WORLD_BYTES if layout.world_size > 1 else WORLD_OF_ONE_BYTES
     nccl += sum(RING_BYTES if size > 1 else RING_OF_ONE_BYTES for size in rings)
     nccl += _bytes_of_pairs(pairs, sends)
+    if trains and state is not None and state.calculate_per_token_loss:
+        nccl += _bytes_of_number_of_tokens(layout)
     if sends_heads and layout.context_parallel_size > 1 and model is not None and model.softmax_type == "learnable":
         # The ranks that exchange heads also gather over the same communicator where a model has sinks (gpt-oss on two
         # H200s, ``h200x2_plain_megatron_heads.jsonl``).
@@ -272,6 +276,19 @@ def _reduces_amaxes(state: TrainingState | None) -> bool:
 
 def _bytes_of_pairs(pairs: int, sends: int) -> int:
     return pairs * PAIR_BYTES + sends * (SEND_BYTES + RECEIVE_BYTES) + bool(pairs) * FIRST_SEND_BYTES
+
+
+def _bytes_of_number_of_tokens(layout: Layout) -> int:
+    """Returns what the group of pipeline stages takes for the broadcast of a loss per token's number of tokens.
+
+    See ``finalize_model_grads.py`` in megatron/core/distributed, 0.16.1. Measured with one stage, with two and with two
+    that are interleaved (``h200_per_token_loss.jsonl``, ``h200x2_per_token_loss.jsonl``).
+    """
+    stages = layout.pipeline_model_parallel_size
+    if stages == 1:
+        return RING_OF_ONE_BYTES
+    # Stages that send in batches do so over the group's own communicator.
+    return RING_BYTES - PAIR_BYTES * (layout.virtual_pipeline_model_parallel_size == 1)
 
 
 def _pairs(layout: Layout, *, exchanges: bool = True, sends_heads: bool = False) -> tuple[int, int]:

@@ -204,6 +204,8 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
         ValueError: If memlab refuses a value.
     """
     _drop_extra_layers(reading)
+    if architecture.hybrid_override_pattern is not None and versions.megatron_core is None:
+        versions = replace(versions, megatron_core="0.19")  # Megatron-Bridge trains `HybridModel`, which 0.16 has not
     complete_user_buffers(reading, architecture)
     layout = layout_of(reading, architecture)
     values = reading.values

@@ -294,9 +294,9 @@ def _built(
     except ValueError as error:
         not_supported, scenario = str(error), None
         framework.complete_refused(reading)
-        as_read = dict(reading.values)
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
+    as_read = dict(reading.values) if cannot_start is None and scenario is None else {}
     refuses = cannot_start is None and not_supported is not None and not reading.questions
     _note_accelerator(reading)
     _drop_engine(reading)
@@ -497,7 +497,7 @@ def _architecture(
 ) -> Architecture:
     language_model = None
     if given is None:
-        language_model = _language_model(model, framework)
+        language_model = _language_model(model, framework, reading)
         lacking = lacking + reading.blocked["model"] + ([] if language_model else reading.blocked["towers"])
     if lacking:
         reading.lacks += [phrase.partition(": ")[2] for phrase in lacking]
@@ -532,13 +532,15 @@ def _architecture(
         raise
 
 
-def _language_model(model: OtherModel | None, framework: Framework) -> Architecture | None:
+def _language_model(model: OtherModel | None, framework: Framework, reading: Reading) -> Architecture | None:
     """Returns the language model of the job's model, where memlab predicts it without the towers beside it."""
     if model is None or framework.engine != "megatron":
         return None
-    if model.frozen_by_bridge and framework.name != "ms-swift":  # ms-swift has its own providers (mcore-bridge)
-        return None
-    return model.predicted()
+    entries = reading.entries.by_key.items()
+    trains = any(key.rpartition(".")[2] == "freeze_language_model" and one.value is False for key, one in entries)
+    # ms-swift has its own providers (mcore-bridge).
+    is_frozen = model.frozen_by_bridge and framework.name != "ms-swift" and not trains
+    return None if is_frozen else model.predicted()
 
 
 def _own_architecture(reading: Reading) -> Architecture:

@@ -89,8 +89,12 @@ def architecture_of(values: dict[str, Any], name: str) -> Architecture:
     sizes.setdefault("rotary_base", 10000.0)
     sizes.setdefault("layernorm_epsilon", 1e-5)
     family: Family = "gpt2" if sizes.get("position_embedding_type") == "learned_absolute" else "phi3"
+    if sizes.get("hybrid_override_pattern"):
+        family = "nemotron_h"
+    else:
+        sizes = {key: value for key, value in sizes.items() if not key.startswith("mamba_")}
     if sizes.get("num_moe_experts"):
-        family = "qwen3_moe"
+        family = family if family == "nemotron_h" else "qwen3_moe"
         sizes.setdefault("moe_ffn_hidden_size", sizes["ffn_hidden_size"])
         sizes.setdefault("moe_router_topk", 2)
     else:
@@ -103,6 +107,7 @@ def architecture_of(values: dict[str, Any], name: str) -> Architecture:
     made = Architecture(name=name, family=family, **sizes)
     for published in ARCHITECTURES.values():
         known = replace(published, **{name: getattr(made, name) for name in _ROUTER}) if made.routes else published
-        if all(getattr(known, name) == getattr(made, name) for name in ("parts", *_OUTSIDE_LAYERS)):
+        compared = ("parts", "hybrid_override_pattern", *_OUTSIDE_LAYERS)
+        if all(getattr(known, name) == getattr(made, name) for name in compared):
             return known
     return made

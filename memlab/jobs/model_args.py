@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from memlab.jobs.entries import UNKNOWN, Entries, parse_scalar
+from memlab.jobs.entries import UNKNOWN, Entries, Entry, parse_scalar
 from memlab.jobs.yaml_tree import Node, children_of, texts_of
 
 LAUNCHERS = ("sbatch_benchmarking.sh", "interactive_benchmarking.sh")
@@ -48,6 +48,9 @@ def model_args(root: Node, variables: dict[str, str], file: str) -> Entries:
             continue
         entries.add(name, _words(value), node.line)
     entries.environment |= texts_of(root.value.get("ENV_VARS"))
+    mode = root.value.get("MODE")
+    if mode is not None and mode.value == "inference":  # Megatron-LM's own tests
+        entries.program = Entry("MODE", "inference", mode.line)
     return entries
 
 

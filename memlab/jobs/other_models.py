@@ -144,6 +144,7 @@ def of_config(name: str, folder: Path) -> OtherModel | None:
     sizes = {
         ours: found[theirs] for theirs, ours in _IN_CONFIG.items() if is_whole_number(found.get(theirs), at_least=1)
     }
+    sizes |= {"multi_latent_attention": True} if "kv_lora_rank" in sizes else {}
     tied = found.get("tie_word_embeddings")
     return OtherModel(
         name=model_name(str(file.parent)),
@@ -196,7 +197,11 @@ _IN_CONFIG = {
     "moe_intermediate_size": "moe_ffn_hidden_size",
     "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
     "moe_shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+    "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "v_head_dim": "v_head_dim",
 }
 """Sizes by the names that most families have in ``config.json`` (transformers 5.24)."""
 

@@ -100,11 +100,13 @@ class CachingMemory:
     def pass_through(self, num_bytes: int) -> None:
         """Takes a block and gives it back at once, which leaves nothing but its segment.
 
-        Where the limit leaves no room for it, which a tiny model may have been given, nothing is taken.
+        Where the limit leaves no room for it, also after torch has freed its cached segments, nothing is taken. Such a
+        limit is one of tiny models: the kernels of others are timed long before they need the most.
         """
-        if self._limit_bytes is not None and self.allocator.reserved_bytes + num_bytes > self._limit_bytes:
+        limit_bytes, stream = self._limit_bytes, self._labels.stream
+        if limit_bytes is not None and not self.allocator.makes_space(num_bytes, limit_bytes, stream):
             return
-        self.allocator.free(self.allocator.allocate(num_bytes, self._labels.stream))
+        self.allocator.free(self.allocator.allocate(num_bytes, stream))
         self._update_reserved()
 
     def give_back(self, allocation: StorageAllocation) -> None:

@@ -34,7 +34,8 @@ class Dispatchers:
     step: PassesOfStep
 
     def _of(self, unit: Unit) -> list[Any]:
-        found = [getattr(self.units.layers[layer].mlp, "token_dispatcher", None) for layer in unit.layers]
+        parts = [getattr(self.units.layers[layer], "mlp", None) for layer in unit.layers]  # Mamba has no MLP
+        found = [getattr(part, "token_dispatcher", None) for part in parts]
         managed = [each for one in found for each in (one, getattr(one, "_comm_manager", None))]
         return [each for each in managed if each is not None]
 

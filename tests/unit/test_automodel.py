@@ -139,7 +139,8 @@ def test_rows_and_ranks(
         ("{distributed.offload_policy: cpu}", "an offload policy without a _target_"),
         ("{quantization.load_in_4bit: true}", "a recipe with quantization"),
         ("{model._target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained}", "models of NeMoAutoModelForImageTextToText"),
-        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B}", "Automodel's own experts"),
+        ("{model.pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B, distributed.cp_size: 2}",
+         "Automodel's own experts beside context parallelism"),
     ],
 )  # fmt: skip
 def test_what_the_engine_does_not_have_is_refused_by_name(changes: str, lacks: str, tmp_path: Path) -> None:
@@ -355,7 +356,7 @@ def test_keys_of_experts_and_the_loss_of_a_refused_recipe_are_not_called_without
     model = (
         "model.pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B, loss_fn._target_: linear_ce.FusedLinearCrossEntropy"
     )
-    job = read(tmp_path, f"{{{model}, distributed.ep_size: 8, {own}}}")
+    job = read(tmp_path, f"{{{model}, distributed.ep_size: 8, distributed.cp_size: 2, {own}}}")
     noted = {one.key: one.effect for one in job.not_modelled}
     assert noted == {key.partition(":")[0]: "either" for key in own.split(", ")} | {"loss_fn._target_": "less"}
     assert not noted.keys() & job.without_effect.keys()

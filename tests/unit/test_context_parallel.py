@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
@@ -195,7 +196,16 @@ def test_the_ranks_losses_are_the_whole_sequence_s() -> None:
             config = SimpleNamespace(timers=None, num_moe_experts=None, calculate_per_token_loss=False)
             loss, _ = (
                 forward_step_calc_loss(
-                    None, part, training_step._mean_loss, config, None, False, num_microbatches, reported, ranks, True
+                    None,
+                    part,
+                    partial(training_step._reduced, TrainingState()),
+                    config,
+                    None,
+                    False,
+                    num_microbatches,
+                    reported,
+                    ranks,
+                    True,
                 ),
                 None,
             )

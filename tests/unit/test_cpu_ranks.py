@@ -331,7 +331,9 @@ TWO = [
     Job(
         {"data_parallel_size": 2},
         (PLAIN, FULL, AWAY),
-        state=TrainingState(overlap_param_gather=True, gradient_accumulation_fusion=True),
+        state=TrainingState(
+            overlap_param_gather=True, gradient_accumulation_fusion=True, calculate_per_token_loss=True
+        ),
     ),
     Job({"tensor_model_parallel_size": 2}, (PLAIN,), OF_FOUR_HEADS, TrainingState(lora=OF_ALL_LINEARS)),
     Job({"tensor_model_parallel_size": 2}, (PLAIN,), OF_TWO_GROUPS, TrainingState(lora=OF_PARTS), is_rare=True),
@@ -363,7 +365,7 @@ TWO = [
     Job({"pipeline_model_parallel_size": 2}, (PLAIN, FULL), GPT, TrainingState(use_distributed_optimizer=False)),
     Job(
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
-        state=TrainingState(deallocate_pipeline_outputs=True),
+        state=TrainingState(deallocate_pipeline_outputs=True, calculate_per_token_loss=True),
     ),
     # A frozen model has the same stages.
     Job({"pipeline_model_parallel_size": 2}, (PLAIN, FULL), PHI, TrainingState.of_options(COMPARED)),

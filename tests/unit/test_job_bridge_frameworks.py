@@ -514,16 +514,19 @@ def test_a_job_of_a_model_that_megatron_s_layers_do_not_have_is_told_what_its_ow
 
 
 @pytest.mark.parametrize(
-    ("precision", "fp8"),
+    ("precision", "fp8", "replaced"),
     [
-        ("", "e4m3"),
-        ("mixed_precision: bf16_mixed\n", None),
-        ("mixed_precision: {bf16: true}\n", None),
-        ("mixed_precision: {bf16: true, fp8: hybrid}\n", "hybrid"),
-        ("mixed_precision: bf16_with_mxfp8_mixed\n", "e4m3"),
+        ("", "e4m3", set()),
+        ("mixed_precision: bf16_mixed\n", None, {"fp8", "fp8_recipe"}),
+        ("mixed_precision: {bf16: true}\n", None, {"fp8", "fp8_recipe"}),
+        ("mixed_precision: {bf16: true, fp8: hybrid}\n", "hybrid", {"fp8", "fp8_recipe"}),
+        ("mixed_precision: {bf16: true, fp8: e4m3, fp8_recipe: blockwise}\n", "e4m3", set()),
+        ("mixed_precision: bf16_with_mxfp8_mixed\n", "e4m3", {"fp8_recipe"}),
     ],
 )
-def test_mixed_precision_replaces_the_fp8_of_the_model(precision: str, fp8: str | None, tmp_path: Path) -> None:
+def test_mixed_precision_replaces_the_fp8_of_the_model(
+    precision: str, fp8: str | None, replaced: set[str], tmp_path: Path
+) -> None:
     """``update_config_with_precision_overrides`` sets each field of a ``MixedPrecisionConfig``, also to its default."""
     (path := tmp_path / "job.yaml").write_text(
         "model: {hf_model_id: Qwen/Qwen3-8B, fp8: e4m3, fp8_recipe: blockwise}\ndataset: {seq_length: 4096}\n"
@@ -531,5 +534,6 @@ def test_mixed_precision_replaces_the_fp8_of_the_model(precision: str, fp8: str 
     )
     job = Job.read(path, format_name="bridge", world_size=8)
     assert job.required()[0].state.fp8_format == fp8
-    is_replaced = "fp8" not in precision and ":" in precision and "{" in precision
-    assert any("replaces it by None when the job starts" in line for line in job.warnings) is is_replaced
+    warned = [line for line in job.warnings if "when the job starts" in line]
+    assert {line.split()[0] for line in warned} == {f"model.{name}" for name in replaced}
+    assert {one.key for one in job.taken}.isdisjoint(f"model.{name}" for name in replaced)

@@ -896,3 +896,37 @@ def test_slime_s_megatron_pads_no_values_of_packed_rows(tmp_path: Path) -> None:
     assert not state.pad_packed_values
     assert state.attention_backend == "auto"
     assert "attention_backend" in {one.key for one in job.not_modelled}
+
+
+SIZES_WITHOUT_TOKENS = (
+    "MODEL_ARGS:\n  --num-layers: 4\n  --hidden-size: 1024\n  --num-attention-heads: 16\n  --seq-length: 1024\n"
+    "  --max-position-embeddings: 1024\n  --micro-batch-size: 1\n  --bf16: true\n"
+)
+
+
+def test_a_test_of_megatron_lm_that_generates_has_no_step_to_predict(tmp_path: Path) -> None:
+    path = tmp_path / "model_config.yaml"
+    path.write_text(f"MODE: inference\n{SIZES_WITHOUT_TOKENS}  --vocab-size: 50304\n")
+    said = Job.read(path, world_size=1).not_supported or ""
+    assert "MODE inference (line 1): it generates and does not train" in said
+    path.write_text(f"MODE: pretraining\n{SIZES_WITHOUT_TOKENS}  --vocab-size: 50304\n")
+    assert Job.read(path, world_size=1).scenario is not None
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "tokens"),
+    [
+        ("GPTSentencePieceTokenizer", "${DATA_PATH}/utils/nemotron_2_256k.model", 256000),
+        ("Llama2Tokenizer", "${DATA_PATH}/tokenizer.model", 32000),
+        ("GPTSentencePieceTokenizer", "${DATA_PATH}/other.model", None),
+    ],
+)
+def test_tokens_are_those_of_a_known_tokenizer(kind: str, file: str, tokens: int | None, tmp_path: Path) -> None:
+    path = tmp_path / "model_config.yaml"
+    path.write_text(f"{SIZES_WITHOUT_TOKENS}  --tokenizer-type: {kind}\n  --tokenizer-model: {file}\n")
+    job = Job.read(path, world_size=1)
+    if tokens is None:
+        assert "vocab_size" in (job.not_supported or "")
+        return
+    assert job.required()[0].architecture.vocab_size == tokens
+    assert any(f"{tokens:,}" in line for line in job.warnings)

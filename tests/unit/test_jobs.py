@@ -258,6 +258,7 @@ def test_every_field_of_a_job_is_the_one_that_its_file_means(number: int, tmp_pa
     default = flat(Scenario.of(expected["architecture"], seq_length=4096), MemorySettings())
     default |= REMEDY | {"expandable_segments": True} if framework == "verl" else {}
     default["deallocate_pipeline_outputs"] = expected.get("pipeline_model_parallel_size", 1) > 1
+    default["calculate_per_token_loss"] = framework == "nemo-rl" or (framework == "ms-swift" and "rlhf" not in text)
     if framework == "megatron-lm":
         default["create_attention_mask_in_dataloader"] = "create_attention_mask" not in text.replace("-", "_")
         default |= {name: 0.1 for name in ("hidden_dropout", "attention_dropout") if "dropout" not in text}
@@ -498,11 +499,11 @@ def test_a_model_that_memlab_does_not_have_is_said(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         "run.sh",
-        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --vocab-size 50257 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --bf16 --squared-relu --position-embedding-type relative",
+        "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 12 --hidden-size 512 --num-attention-heads 8 --vocab-size 50257 --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 4 --bf16 --openai-gelu --position-embedding-type relative",
     )
     job = Job.read(path)
     assert job.scenario is None
-    assert "squared-relu" in str(job.not_supported)
+    assert "openai-gelu" in str(job.not_supported)
     assert "positions relative" in str(job.not_supported)
     assert Job.read(path, architecture="phi-4-tiny").scenario is not None
 

@@ -16,7 +16,7 @@ from memlab.config.option import options_of
 from memlab.config.training_state import TrainingState
 from memlab.jobs.any_model import OfAnyModel, of_any_model
 from memlab.jobs.job import Job
-from memlab.jobs.other_models import _models, other_model
+from memlab.jobs.other_models import _models, of_config, other_model
 
 SWIFT = "NPROC_PER_NODE=8 megatron sft --model {model} --max_length 4096 --global_batch_size 16 --padding_free false\n"
 NEMO_RL = """
@@ -153,6 +153,33 @@ def test_a_language_model_that_megatron_bridge_freezes_is_not_predicted_as_train
     job = _job(tmp_path, NEMO_RL, "job.yaml", name)()
     assert job.scenario is None and "freezes its language model" in (job.not_supported or "")
     assert _job(tmp_path, SWIFT, "run.sh", name)().required()[0].architecture.num_moe_experts == 128
+    text = f"""world_size: 8
+model: {{hf_model_id: {name}, seq_length: 4096, freeze_language_model: %s}}
+train: {{micro_batch_size: 1, global_batch_size: 8}}
+"""
+    for frozen in ("false", "true"):
+        (path := tmp_path / "run_config.yaml").write_text(text % frozen)
+        assert (Job.read(path, format_name="bridge").scenario is None) is (frozen == "true")
+
+
+def test_the_language_model_of_an_omni_model_has_no_fused_rope_under_nemo_rl(tmp_path: Path) -> None:
+    """``Qwen3VLSelfAttention`` refuses it, which both of Megatron-Bridge's Omni models have."""
+    job = _job(tmp_path, NEMO_RL, "job.yaml", "Qwen/Qwen2.5-Omni-7B")()
+    assert not job.required()[0].state.apply_rope_fusion
+    assert any("Megatron-Bridge switches it off or refuses it" in one for one in job.warnings)
+
+
+def test_a_config_with_latents_has_latent_attention(tmp_path: Path) -> None:
+    (tmp_path / "Newest-9B").mkdir()
+    sizes = {"q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    config = {"model_type": "newest", "num_hidden_layers": 34, "hidden_size": 512, **sizes}
+    (tmp_path / "Newest-9B" / "config.json").write_text(json.dumps(config))
+    common = _fields(_job(tmp_path, NEMO_RL, "job.yaml", "Newest-9B"))
+    assert common.model["fields"]["multi_latent_attention"] is True
+    found = of_config("Newest-9B", tmp_path)
+    assert found is not None
+    assert {(one.kv_lora_rank, one.qk_head_dim, one.v_head_dim) for one in found.stand_ins()} == {(32, 16, 16)}
+    assert all(one.multi_latent_attention for one in found.stand_ins())
 
 
 def test_a_config_of_an_unknown_family_names_its_sizes(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ MODELS = [
         "minimax-tiny",
         "olmoe-tiny",
         "qwen2-moe-tiny",
+        "nemotron-h-tiny",
+        "nemotron-3-tiny",
         "qwen3-next-tiny",
         "qwen3-moe-tiny",
     )

@@ -177,7 +177,8 @@ def test_a_predicted_step_has_the_teacher_of_the_measured_one(words: str) -> Non
 
 
 FROZEN_IN_FP8 = [json.loads(row) for row in (RESULTS / "h200_plain_megatron_frozen_fp8.jsonl").read_text().splitlines()]
-"""Predicted before. Other processes had the same GPU, so that what they say of memory outside torch says nothing."""
+"""Predicted before; the last three have FP8 parameters. Other processes had the same GPU as the first six, so that what
+these say of memory outside torch says nothing."""
 
 
 def test_all_jobs_with_a_frozen_model_in_fp8_were_measured() -> None:
@@ -185,20 +186,24 @@ def test_all_jobs_with_a_frozen_model_in_fp8_were_measured() -> None:
     assert [row["name"] for row in FROZEN_IN_FP8] == [job.name for job in wanted]
 
 
-@pytest.mark.parametrize("number", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, 1, 3, 4, 5))])
+@pytest.mark.parametrize(
+    "number", [2, 8, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, 1, 3, 4, 5, 6, 7))]
+)
 def test_a_predicted_step_has_the_frozen_model_in_fp8_of_the_measured_one(number: int) -> None:
-    """Four of the six peaks are within 0.0002 %; GKD in blockwise is 0.007 % too high, a job with experts 0.008 %."""
+    """Seven of the nine peaks are within 0.0002 %; GKD in blockwise is 0.007 % too high, a job with experts 0.008 %."""
     row = FROZEN_IN_FP8[number]
     measured, predicted = row["ranks"][0]["steps"][-1], predict_rank(row, 0)
     assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-4)
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
 
 
-def test_gkd_on_one_rank_needs_no_group_for_the_loss() -> None:
-    for row in TEACHERS.values():
-        if row["state"]["loss"] == "jsd":
-            stated = estimate_outside_torch(Layout(), state=TrainingState.of_options(row["state"]))
-            assert stated.total_bytes <= row["ranks"][0]["steps"][-1]["outside_torch_bytes"] <= stated.most_bytes
+def test_a_loss_beside_a_teacher_needs_no_group_on_one_rank() -> None:
+    rows = [*TEACHERS.values(), *FROZEN_IN_FP8[6:], *SWITCHES.values()]
+    compared = [row for row in rows if "loss" in row["state"] and row["ranks"][0]["first_uses"]]
+    assert {row["state"].get("lm_loss_beside", False) for row in compared} == {False, True}
+    for row in [*compared, *(row for row in TEACHERS.values() if row["state"]["loss"] == "jsd")]:
+        stated = estimate_outside_torch(Layout(), state=TrainingState.of_options(row["state"]))
+        assert stated.total_bytes <= row["ranks"][0]["steps"][-1]["outside_torch_bytes"] <= stated.most_bytes
 
 
 OF_MS_SWIFT = (
@@ -367,6 +372,21 @@ def test_a_predicted_step_has_the_biases_of_experts_in_fp8_of_the_measured_one(n
     measured, predicted = job["ranks"][0]["steps"][-1], predict_rank(job, 0)
     assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1.2e-4)
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1.2e-4)
+
+
+OF_MAMBA = [json.loads(row) for row in (RESULTS / "h200_plain_megatron_mamba.jsonl").read_text().splitlines()]
+
+
+@MEASURED_WITH_OLD_CORE
+@pytest.mark.parametrize(
+    "number", [3, 12, *(pytest.param(one, marks=pytest.mark.slow) for one in (0, 4, 7, 9, 13, 15, 16))]
+)
+def test_a_predicted_step_of_mamba_is_the_measured_one(number: int) -> None:
+    """Number 3 asks for full recompute, which megatron-core 0.16 ignores; from 12 on, Mamba's backward has the peak."""
+    job = OF_MAMBA[number]
+    measured, predicted = job["ranks"][0]["steps"][-1], predict_rank(job, 0)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1.2e-4)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=2.1e-4)
 
 
 FULL_RECOMPUTE = "recompute_granularity=full recompute_method=uniform recompute_num_layers=1"

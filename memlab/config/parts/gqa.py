@@ -10,7 +10,7 @@ from memlab.config.config_json import ConfigJson, ModelType
 from memlab.config.parts.part import Normalization, Part, SharedSize, Weight, norm_kept_bytes, norm_weights
 from memlab.config.validation import is_whole_number, shortened
 
-PositionEmbeddingType = Literal["rope", "learned_absolute"]
+PositionEmbeddingType = Literal["rope", "learned_absolute", "none"]
 SoftmaxType = Literal["vanilla", "learnable"]
 
 

@@ -13,7 +13,7 @@ CONVOLVED_TOKENS = 4
 """Tokens that the short convolution sees (``d_conv`` of Megatron's ``MambaMixer``, which no option changes)."""
 CHUNK = 128
 """Tokens between two states that backward keeps (``chunk_size`` there)."""
-_FUSED_NORM = "the norm before Mamba is fused into in_proj: there is no norm module"
+_NOTHING = "Megatron has no module of Mamba to recompute or to offload: its norm is fused into in_proj"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,12 @@ class Mamba(Part):
     @property
     def without_effect(self) -> Mapping[str, str]:
         """The norm is no module, and Megatron offloads and recomputes nothing within the mixer."""
-        return {"recompute_modules:layernorm": _FUSED_NORM}
+        recomputed, offloaded = ("layernorm", "mlp", "shared_experts"), ("mlp_norm", "attn_norm")
+        names = (
+            *(f"recompute_modules:{name}" for name in recomputed),
+            *(f"offload_modules:{name}" for name in offloaded),
+        )
+        return dict.fromkeys(names, _NOTHING)
 
     def check(self, name: str) -> None:
         """Checks the fields, and Megatron's and causal_conv1d's rules for them."""

@@ -25,7 +25,7 @@ _MOST_OF_ONE = 2**22
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts(FeedForward):
-    """A router, gated experts, and one MLP beside them that all tokens pass through, if there is one.
+    """A router, experts with a gate or without, and one MLP beside them that all tokens pass through, if there is one.
 
     They are in ``megatron/core/transformer/moe/`` (0.16.1): ``router.py``, ``experts.py`` and ``shared_experts.py``.
     """
@@ -48,6 +48,7 @@ class Experts(FeedForward):
     quick_geglu: bool
     glu_linear_offset: float
     activation_func_clamp_value: float | None
+    gated_linear_unit: bool
 
     most: ClassVar = {"num_moe_experts": 2**14, "moe_router_topk": 2**14, "moe_ffn_hidden_size": _MOST_OF_ONE}
     ranges: ClassVar = {"moe_aux_loss_coeff": (None, 1e6), "glu_linear_offset": (None, 1e6)}
@@ -62,7 +63,7 @@ class Experts(FeedForward):
     def formulas(self) -> tuple[str, ...]:  # type: ignore[override]
         """None for routers and experts that the cheat sheet does not describe."""
         is_plain = self.moe_router_score_function == "softmax"
-        is_plain = is_plain and not (self.add_bias_linear or self.quick_geglu)
+        is_plain = is_plain and self.gated_linear_unit and not (self.add_bias_linear or self.quick_geglu)
         is_plain = is_plain and self.moe_router_group_topk is self.moe_router_topk_scaling_factor is None
         return ("none", "full") if is_plain and not self.moe_shared_expert_intermediate_size else ()
 
@@ -187,13 +188,18 @@ class Experts(FeedForward):
             **_shared_experts_of_config(config, kind),
         }
 
+    @property
+    def _rows(self) -> int:
+        """Rows of an expert's first matrix for each column of its second one."""
+        return 2 if self.gated_linear_unit else 1
+
     def weights(self) -> tuple[Weight, ...]:
         """Returns the parameters of one layer."""
         hidden, width, count = self.hidden_size, self.moe_ffn_hidden_size, self.num_moe_experts
         return (
             *norm_weights("pre_mlp_layernorm.", hidden, self.normalization),
             Weight("mlp.router.weight", (count, hidden)),
-            Weight("mlp.experts.linear_fc1.weight", (2 * width, hidden), split=0, num_experts=count),
+            Weight("mlp.experts.linear_fc1.weight", (self._rows * width, hidden), split=0, num_experts=count),
             Weight("mlp.experts.linear_fc2.weight", (hidden, width), split=1, num_experts=count),
             *(self._biases() if self.add_bias_linear else ()),
             *self._shared_weights(),
@@ -202,7 +208,7 @@ class Experts(FeedForward):
     def _biases(self) -> tuple[Weight, ...]:
         return (
             Weight("mlp.router.bias", (self.num_moe_experts,)),
-            Weight("mlp.experts.linear_fc1.bias", (2 * self.moe_ffn_hidden_size,), 0, self.num_moe_experts),
+            Weight("mlp.experts.linear_fc1.bias", (self._rows * self.moe_ffn_hidden_size,), 0, self.num_moe_experts),
             Weight("mlp.experts.linear_fc2.bias", (self.hidden_size,), None, self.num_moe_experts),
         )
 
@@ -213,7 +219,7 @@ class Experts(FeedForward):
         gates = [Weight("mlp.shared_experts.gate_weight", (1, hidden))] if self.moe_shared_expert_gate else []
         return [
             *gates,
-            Weight("mlp.shared_experts.linear_fc1.weight", (2 * width, hidden), split=0),
+            Weight("mlp.shared_experts.linear_fc1.weight", (self._rows * width, hidden), split=0),
             Weight("mlp.shared_experts.linear_fc2.weight", (hidden, width), split=1),
         ]
 
@@ -241,7 +247,7 @@ class Experts(FeedForward):
 
     def operations(self, attended: float) -> float:
         """Returns the FLOPs of the router, of shared experts, and of the experts that one token passes through."""
-        of_experts = 6.0 * self.hidden_size * self.moe_router_topk * self.moe_ffn_hidden_size
+        of_experts = 2.0 * (1 + self._rows) * self.hidden_size * self.moe_router_topk * self.moe_ffn_hidden_size
         return of_experts + 2.0 * self.hidden_size * self.num_moe_experts + self._operations_of_shared()
 
     def _operations_of_shared(self) -> float:

@@ -31,7 +31,8 @@ def register() -> None:
     """Tells transformers the functions."""
     from transformers import AttentionInterface
 
-    kinds = {"sdpa": _sdpa, _UNFUSED: _unfused, "flash_attention_2": _flash, "eager": _eager}
+    # Classes of NeMo Automodel attend themselves where it is Transformer Engine's.
+    kinds = {"sdpa": _sdpa, _UNFUSED: _unfused, "flash_attention_2": _flash, "eager": _eager, "te": _eager}
     for name, function in kinds.items():
         AttentionInterface.register(_PREFIX + name.replace("flash", "f"), function)  # it would look for a package
 

@@ -134,18 +134,22 @@ class Fsdp2Engine:
     def apply(self, settings: MemorySettings) -> None:
         is_full, is_selective = settings.recompute_granularity == "full", settings.selective_ac
         of_block = settings.recompute_num_layers if settings.recompute_method == "block" else None
-        contexts = self._selective_contexts if is_selective else self._contexts
-        parts = CHECKPOINTED if self.scenario.state.model_classes != "transformers" else ()
+        spreads_experts = self.scenario.layout.expert_model_parallel_size > 1
+        is_inside = is_selective or spreads_experts
+        contexts = self._contexts
+        if is_inside:
+            contexts = self._selective_contexts if is_selective else self._contexts_of_routing
+        parts = CHECKPOINTED if self.scenario.state.model_classes != "transformers" and not spreads_experts else ()
         function = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         for number, layer in enumerate(self.layers):
             is_one = is_full and (of_block is None or number < of_block)
             is_one = is_one and (number + 1) % (settings.checkpoint_every or 1) == 0
-            layer.gradient_checkpointing = is_one and not (is_selective or parts)  # type: ignore[assignment]
+            layer.gradient_checkpointing = is_one and not (is_inside or parts)  # type: ignore[assignment]
             layer._gradient_checkpointing_func = function  # type: ignore[assignment]
             # NeMo Automodel checkpoints selectively, or parts, inside of what FSDP2 does for the layer.
             for module in (layer, *(getattr(layer, name) for name in parts)):
                 module.__dict__.pop("forward", None)
-                if is_one and (module is layer) == is_selective:
+                if is_one and (module is layer) == is_inside:
                     module.forward = partial(function, module.forward)
 
     def set_state(self, scenario: Scenario) -> None:
@@ -242,6 +246,11 @@ class Fsdp2Engine:
         """Returns the contexts of a checkpoint's forward, and of its recomputation."""
         assert self._labels is not None
         return nullcontext(), self._labels.recompute()
+
+    def _contexts_of_routing(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        model = self.scenario.architecture
+        assert model.num_moe_experts is not None, "a model with experts"
+        return selective_checkpoint.contexts_of_routing(self._contexts()[1], (model.hidden_size, model.num_moe_experts))
 
     def _selective_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return selective_checkpoint.contexts(self._contexts()[1])

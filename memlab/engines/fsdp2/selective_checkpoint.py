@@ -41,12 +41,39 @@ def contexts(
     """
     counts = {False: 0, True: 0}
 
-    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        is_kept = operation in _ALWAYS
-        if operation in _EVERY_SECOND:
-            counts[context.is_recompute] += 1
-            is_kept = counts[context.is_recompute] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+    def is_kept(context: Any, operation: Any, _: Any) -> bool:
+        if operation not in _EVERY_SECOND:
+            return operation in _ALWAYS
+        counts[context.is_recompute] += 1
+        return counts[context.is_recompute] % 2 == 1
+
+    return _keeping(is_kept, recompute)
+
+
+def contexts_of_routing(
+    recompute: AbstractContextManager[None], router: tuple[int, int]
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Returns the contexts of a checkpoint that recomputes all but which experts tokens choose.
+
+    NeMo Automodel keeps the router's product and its largest scores (``ignore_router_for_ac`` in
+    ``components/moe/parallelizer.py``, 36044ad3), where ranks share the experts.
+
+    Args:
+        recompute: Entered around the recomputation too.
+        router: The width of the hidden states, and the number of experts.
+    """
+
+    def is_kept(_: Any, operation: Any, args: Any) -> bool:
+        return operation == _aten.topk.default or (operation == _aten.mm.default and args[1].shape == router)
+
+    return _keeping(is_kept, recompute)
+
+
+def _keeping(
+    is_kept: Callable[[Any, Any, Any], bool], recompute: AbstractContextManager[None]
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    def policy(context: Any, operation: Any, *args: Any, **__: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if is_kept(context, operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
     forward, again = create_selective_checkpoint_contexts(policy)
     return forward, _both(recompute, again)

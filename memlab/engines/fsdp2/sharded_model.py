@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from memlab.config.backend_kind import BackendKind
 from memlab.config.scenario import Scenario
@@ -15,6 +16,7 @@ from memlab.config.training_state import TrainingState
 from memlab.engines.fsdp2.adapters import add_adapters
 from memlab.engines.fsdp2.attention import name_of
 from memlab.engines.fsdp2.automodel_classes import change_classes
+from memlab.engines.fsdp2.automodel_experts import experts_of, spread_experts
 from memlab.engines.fsdp2.context_parallel import mesh_of
 from memlab.engines.fsdp2.fused_adam import FusedAdamOfShards
 from memlab.engines.fsdp2.hugging_face import build_model
@@ -38,6 +40,10 @@ class ShardedModel:
     def __init__(self, scenario: Scenario, place: BackendKind) -> None:
         mesh_device = "cuda" if place.on_gpu else "cpu"
         sharded = torch.float32 if scenario.state.fp32_sharded_params else DTYPES[scenario.dtype]
+        self._experts: list[Any] = []
+        """The experts of layers that are sharded by themselves."""
+        self._whole: list[Any] = []
+        """Parameters of experts that no other rank has a part of."""
         self._separate: list[Any] = []
         """The embedding and the output layer, as far as they are sharded by themselves."""
         torch.manual_seed(scenario.seed)
@@ -53,7 +59,8 @@ class ShardedModel:
             self._shard(mesh_device, scenario)
         # The module has others while they are gathered, as those outside the layers are after a forward-only pass.
         self.parameters: list[Any] = list(self.module.parameters())
-        self.is_divided = scenario.layout.tensor_model_parallel_size > 1
+        experts_are_spread = scenario.layout.expert_model_parallel_size > 1
+        self.is_divided = scenario.layout.tensor_model_parallel_size > 1 or experts_are_spread
         self.is_on_host = scenario.state.fsdp_cpu_offload
         self._to_device()
         self.set_gathering(scenario.state)
@@ -77,6 +84,7 @@ class ShardedModel:
         """Says which layers free their gathered parameters after forward, and which are gathered ahead of time."""
         which, layers = state.reshard_after_forward, self.layers
         freed = {layer: which == "all" or (which == "all_but_last" and layer is not layers[-1]) for layer in layers}
+        freed |= {one: freed[layer] for one, layer in zip(self._experts, layers, strict=False)}
         freed |= dict.fromkeys(self._separate[:1], which != "none")
         freed |= dict.fromkeys((*self._separate[1:], self.module), which != "none" and state.reshard_root_after_forward)
         for unit, is_freed in freed.items():
@@ -119,6 +127,7 @@ class ShardedModel:
         """Yields each parameter's shard and its gradient, as FSDP2's own objects have them."""
         for each in self.sharded():
             yield each._sharded_param_data, each.sharded_param.grad
+        yield from ((each.to_local(), each.grad) for each in self._whole)
 
     def workspace(self) -> Iterator[torch.Tensor]:
         """Yields what is kept beside shards and optimizer state."""
@@ -170,8 +179,20 @@ class ShardedModel:
             number = {"none": 0, "input": 1, "both": 2}[state.separate_embeddings]
             self._separate = [self.module.model.embed_tokens, self.module.lm_head][:number]
         units = [*self.layers, *self._separate, self.module]
+        if scenario.layout.expert_model_parallel_size > 1:
+            shards = spread_experts(self.layers, scenario, mesh_device)
+            experts = [experts_of(layer) for layer in self.layers]
+            if shards.size() == 1:
+                self._whole = [each for one in experts for each in one.parameters()]
+                options["ignored_params"] = {*self._whole}
+            else:
+                for one in experts:
+                    # There may be more ranks than experts (``_moe_shard_placement``).
+                    fully_shard(one, **options | {"mesh": shards, "shard_placement_fn": lambda _: Shard(1)})
+                self._experts = experts
         for unit in units:
             fully_shard(unit, reshard_after_forward=state.reshard_after_forward_ranks or True, **options)
+        units += self._experts
         if mesh_device == "cpu":  # gloo has no average
             self.module.set_force_sum_reduction_for_comms(True)
         self._meshes_after_forward = {group: group.post_forward_mesh_info for unit in units for group in _groups(unit)}
@@ -186,6 +207,8 @@ class ShardedModel:
                 each._sharded_param_data = padded
                 size, stride = each.sharded_size, each.contiguous_sharded_stride
                 each.sharded_param._local_tensor = torch.as_strided(padded, size, stride)
+            for whole in self._whole:
+                whole._local_tensor = place(whole._local_tensor)
         with keeping("workspace"):
             for module in self.module.modules():
                 for name, buffer in module.named_buffers(recurse=False):

@@ -166,8 +166,8 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
     try:
         for number in range(scenario.layout.virtual_pipeline_model_parallel_size):
             model = gpt_model(scenario, config, provider, number)
-            _cast_buffers(model, config)
-            config.memlab_routing.add_layers(layer for layer in _layers_of(model) if layer.is_moe_layer)
+            _cast_to_bf16(model, config)
+            config.memlab_routing.add_layers(layer for layer in _layers_of(model) if _routes(layer))
             if scenario.expert_buffers:
                 _spread_experts(model)
             if config.moe_shared_expert_overlap:
@@ -251,8 +251,8 @@ def _frozen_model(
         frozen = scenario.teacher
         config = transformer_config(frozen, settings)
     copy = gpt_model(frozen, config, provider)
-    _cast_buffers(copy, config)
-    config.memlab_routing.add_layers(layer for layer in _layers_of(copy) if layer.is_moe_layer)
+    _cast_to_bf16(copy, config)
+    config.memlab_routing.add_layers(layer for layer in _layers_of(copy) if _routes(layer))
     copy.cuda().requires_grad_(False).eval()
     if state.loss not in COMPARE_WITH_TEACHER:
         with torch.no_grad():
@@ -263,20 +263,28 @@ def _frozen_model(
 
 def _layers_of(model: GPTModel) -> list[Any]:
     """Returns the transformer layers of a chunk, those in layers of multi-token prediction last."""
-    extra = model.mtp.layers if model.mtp_process else ()
+    extra = model.mtp.layers if getattr(model, "mtp_process", False) else ()
     return [*model.decoder.layers, *(inner_layer(each) for each in extra)]
+
+
+def _routes(layer: Any) -> bool:
+    return getattr(layer, "is_moe_layer", False)  # a layer of Mamba does not have it
 
 
 def _freeze_routers(model: GPTModel) -> None:
     # As ``freeze_moe_router`` of nemo_rl/models/megatron/setup.py does, in a hook before DDP.
     for layer in model.decoder.layers:
-        if layer.is_moe_layer:
+        if _routes(layer):
             layer.mlp.router.weight.requires_grad = False
 
 
-def _cast_buffers(model: GPTModel, config: TransformerConfig) -> None:
-    # As ``Float16Module`` does, in which frameworks wrap a model: for the cosines and sines of latent attention.
+def _cast_to_bf16(model: GPTModel, config: TransformerConfig) -> None:
+    # As ``Float16Module`` does, in which frameworks wrap a model: the cosines and sines of latent attention, and what
+    # Mamba makes in fp32, A and D.
     for module in model.modules() if config.bf16 else ():
+        for parameter in module.parameters(recurse=False):
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.bfloat16()
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_floating_point():
                 setattr(module, name, buffer.bfloat16())
@@ -286,14 +294,14 @@ def _spread_experts(model: GPTModel) -> None:
     # What Megatron's expert layers write on their weights under expert parallelism; DDP reads it to sort parameters
     # into `expert_parallel_buffers` (megatron/core/distributed/distributed_data_parallel.py).
     for layer in _layers_of(model):
-        for weight in layer.mlp.experts.parameters() if layer.is_moe_layer else ():
+        for weight in layer.mlp.experts.parameters() if _routes(layer) else ():
             weight.allreduce = False
 
 
 def _move_from_host(model: GPTModel) -> None:
     # MoE layers make these weights on the host (moe/router.py and moe/shared_experts.py in megatron/core/transformer).
     for layer in _layers_of(model):
-        if layer.is_moe_layer:
+        if _routes(layer):
             layer.mlp.router.cuda()
             gate = getattr(layer.mlp.shared_experts, "gate_weight", None)
             if gate is not None:
@@ -328,8 +336,27 @@ def _retain_main_gradients(live: LiveModel) -> None:
 
 
 def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chunk: int = 0) -> GPTModel:
-    """Builds Megatron's GPTModel with the layers of a provider: one of the chunks of this rank's pipeline stage."""
+    """Builds Megatron's model with the layers of a provider: one of the chunks of this rank's pipeline stage."""
+    model = _model(scenario, config, provider, chunk)
+    if model.post_process and scenario.state.num_labels is not None:
+        model.output_layer = ReplicatedHead(scenario.state.num_labels, config)
+    if model.pre_process and model.embedding.add_position_embedding:
+        # Made on the host in fp32; Megatron-LM's `get_model` moves the model, and its `Float16Module` converts it.
+        positions = model.embedding.position_embeddings
+        moved = positions.weight.detach().to(device=torch.cuda.current_device(), dtype=config.params_dtype)
+        positions.weight = torch.nn.Parameter(moved)
+    return model
+
+
+def _model(scenario: Scenario, config: TransformerConfig, provider: type, chunk: int) -> GPTModel:
     architecture = scenario.architecture
+    # Stages have numbers of chunks only where they are interleaved.
+    place: dict[str, Any] = {"vp_stage": chunk if config.virtual_pipeline_model_parallel_size else None}
+    if architecture.hybrid_override_pattern is not None:
+        # It imports modules of Megatron that no other model has.
+        from memlab.engines.megatron.hybrid import hybrid_model
+
+        return hybrid_model(scenario, config, provider, chunk, place)
     # The specs are Transformer Engine's own; only the classes in them are the provider's. Megatron's
     # `get_gpt_decoder_block_spec`, which makes both kinds of layers, cannot be imported without Transformer Engine.
     is_own = scenario.state.transformer_impl == "local"
@@ -353,8 +380,6 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
         if architecture.norms_all_heads_fused:
             norm = provider().layer_norm(rms_norm=True, for_qk=True)
             attention.q_layernorm, attention.k_layernorm = (fused(norm, of_queries=which) for which in (True, False))
-    # Stages have numbers of chunks only where they are interleaved.
-    place: dict[str, Any] = {"vp_stage": chunk if config.virtual_pipeline_model_parallel_size else None}
     block = gpt_layer_specs.TransformerBlockSubmodules(
         layer_specs=[specs[architecture.kind_of_layer(layer)] for layer in scenario.chunks_of_rank[chunk]],
         layer_norm=provider().layer_norm(rms_norm=True),
@@ -365,7 +390,7 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
         layer = get_mtp_layer_spec_for_backend(of_last, provider())
         extra = MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
     with patched({} if is_own else latent_attention_of(provider)):
-        model = GPTModel(
+        return GPTModel(
             config=config,
             transformer_layer_spec=block,
             vocab_size=architecture.vocab_size,
@@ -379,14 +404,6 @@ def gpt_model(scenario: Scenario, config: TransformerConfig, provider: type, chu
             mtp_block_spec=extra,
             **place,
         )
-    if model.post_process and scenario.state.num_labels is not None:
-        model.output_layer = ReplicatedHead(scenario.state.num_labels, config)
-    if model.pre_process and model.embedding.add_position_embedding:
-        # Made on the host in fp32; Megatron-LM's `get_model` moves the model, and its `Float16Module` converts it.
-        positions = model.embedding.position_embeddings
-        moved = positions.weight.detach().to(device=torch.cuda.current_device(), dtype=config.params_dtype)
-        positions.weight = torch.nn.Parameter(moved)
-    return model
 
 
 def initialize_megatron(layout: Layout) -> None:

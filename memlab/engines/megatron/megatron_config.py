@@ -5,10 +5,11 @@ Written against megatron-core 0.16.1 and 0.19.2.
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from megatron.core import activations
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import transformer_config as megatron_transformer_config
@@ -17,6 +18,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from memlab.config.architectures import Architecture
 from memlab.config.layout import Layout
+from memlab.config.model_restrictions import is_without_checkpoints
 from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -36,6 +38,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16,
 def transformer_config(scenario: Scenario, settings: MemorySettings) -> TransformerConfig:
     """Returns Megatron's config, which checks the settings by Megatron's own rules too."""
     architecture = scenario.architecture
+    if is_without_checkpoints(settings, scenario):
+        settings = replace(settings, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
     dtype = _DTYPES[scenario.dtype]
     # Other defaults of Megatron's than memlab's, where no part has the field.
     of_parts: dict[str, Any] = {
@@ -43,6 +47,8 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
     }
     for part in (architecture.attention, *architecture.parts):  # a cut model may have no layer with attention
         of_parts |= {**asdict(part), **part.megatron}
+    if architecture.hybrid_override_pattern is not None:
+        of_parts["is_hybrid_model"] = True
     if isinstance(architecture.window_attn_skip_freq, tuple):
         of_parts["window_attn_skip_freq"] = list(architecture.window_attn_skip_freq)
     every = architecture.linear_attention_freq
@@ -75,7 +81,7 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
         use_cpu_initialization=False,
         moe_router_bias_update_rate=0.0,  # as `LEARNING_RATE`
         finalize_model_grads_func=finalize_model_grads,
-        **state_fields(scenario.state),
+        **(state_fields(scenario.state) | ({"bias_activation_fusion": False} if architecture.squared_relu else {})),
         **{name: value for name, value in of_parts.items() if name in kind.__dataclass_fields__},
         **settings_fields(settings),
     )
@@ -107,6 +113,8 @@ def _activation(architecture: Architecture) -> Any:
     if architecture.quick_geglu:
         # The object that the config and the experts compare with: a stand-in for CUDA replaces compiled functions.
         return megatron_transformer_config.quick_gelu
+    if architecture.squared_relu:
+        return activations.squared_relu
     return torch.nn.functional.silu if architecture.gated_linear_unit else torch.nn.functional.gelu
 
 

@@ -227,9 +227,9 @@ def _forward_step(
                 teachers.popleft() if teachers else _of_reference_here(live, model, *given, **given_labels, **packed)
             )
 
-    def mean_loss(logits: torch.Tensor) -> tuple[torch.Tensor, float]:
+    def mean_loss(logits: torch.Tensor) -> _Reduced:
         compute = partial(live.loss, logits, own_labels, state, lengths_of_rank, teacher)
-        return _mean_loss(_beside_cross_entropy(compute, model, logits, own_labels, state))
+        return _reduced(state, _beside_cross_entropy(compute, model, logits, own_labels, state))
 
     def largest(logits: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         found = live.largest(logits, state, lengths_of_rank)
@@ -285,11 +285,12 @@ def _beside_cross_entropy(
 
 def _with_own_loss(live: LiveModel, model: Any, *given: Any, **named: Any) -> tuple[torch.Tensor, Any]:
     """Runs a model that computes its loss itself, after a reference model in training states that have one."""
-    if live.scenario.state.reference_model == "none" or not torch.is_grad_enabled():
-        return model(*given, **named), _mean_loss
+    state = live.scenario.state
+    if state.reference_model == "none" or not torch.is_grad_enabled():
+        return model(*given, **named), partial(_reduced, state)
     of_reference = _of_reference_here(live, model, *given, **named)
     # ms-swift hands both to the schedule as one tensor (``forward_step`` in its trainers/dpo_trainer.py).
-    return joined(live, of_reference, model(*given, **named)), _mean_of_second_half
+    return joined(live, of_reference, model(*given, **named)), partial(_reduced_second_half, state)
 
 
 def _frozen(live: LiveModel) -> Any:
@@ -323,12 +324,20 @@ def _of_reference(live: LiveModel, frozen: Any, *given: Any, **named: Any) -> to
     return output
 
 
-def _mean_of_second_half(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
+def _reduced_second_half(state: TrainingState, per_token: torch.Tensor) -> _Reduced:
     # What DPO computes of both halves has one number for each sequence.
-    return _mean_loss(per_token[per_token.shape[0] // 2 :])
+    return _reduced(state, per_token[per_token.shape[0] // 2 :])
 
 
-def _mean_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, float]:
+_Reduced = tuple[torch.Tensor, float] | tuple[torch.Tensor, torch.Tensor, float]
+"""What Megatron's schedule takes: a loss and its mean over the tokens, with the number of tokens between them if it
+divides by that of all micro-batches."""
+
+
+def _reduced(state: TrainingState, per_token: torch.Tensor) -> _Reduced:
+    if state.calculate_per_token_loss:
+        loss = per_token.float().sum()
+        return loss, torch.tensor(per_token.numel(), dtype=torch.int, device="cuda"), loss.item() / per_token.numel()
     loss = per_token.float().mean()
     # Megatron multiplies the whole sequence's loss by the ranks that share it, and divides by them where it reduces
     # gradients (`forward_step_calc_loss` in schedules.py, `gradient_scaling_factor` in distributed_data_parallel.py).

@@ -13,8 +13,10 @@ from typing import Any
 from memlab.config.architectures import Architecture
 from memlab.config.scenario import FAMILIES_OF_AUTOMODEL, Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.automodel_experts import take_experts
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
+    EXCHANGE,
     FOREACH,
     FROZEN,
     OWN_PLAN,
@@ -436,21 +438,20 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     """Notes in what the class that Automodel builds of this model differs from that of transformers."""
     family, is_of_transformers = architecture.family, reading.values.pop("is_of_transformers")
     check_family(reading, architecture)
-    if architecture.routes and not is_of_transformers:
-        reading.lacks.append("Automodel's own experts")
-        raise ValueError(
-            f"{architecture.name} has experts, of which Automodel has classes of its own, and memlab only those of "
-            "transformers: set model.force_hf to true, or leave the recipe out"
-        )
     if family not in FAMILIES_OF_AUTOMODEL or is_of_transformers:
         if reading.get("model.use_liger_kernel", default=True):
             reading.miss("model.use_liger_kernel", "less", "where it is installed, Liger's norms and MLPs keep less")
         return
-    _take_own_classes(reading, family)
+    _take_own_classes(reading, architecture)
 
 
-def _take_own_classes(reading: Reading, family: str) -> None:
+def _take_own_classes(reading: Reading, architecture: Architecture) -> None:
     """Takes Automodel's own class of a model, and notes what of it memlab does not have."""
+    if architecture.routes:
+        reading.values["model_classes"] = "automodel_0.7.0" if reading.version == _RELEASE else "automodel"
+        take_experts(reading, architecture.name)
+        return
+    family = architecture.family
     norm, has_own_norms = reading.get("model.backend.rms_norm", default=_NORM), family != "qwen3"
     rotates_in_place = reading.get("model.backend.rope", default="torch") != "torch"
     if has_own_norms and reading.values.get("sequence_parallel"):
@@ -475,7 +476,7 @@ def _take_own_classes(reading: Reading, family: str) -> None:
 
 
 def _has_own_class(architecture: Architecture) -> bool:
-    return architecture.family in FAMILIES_OF_AUTOMODEL or bool(architecture.routes)
+    return architecture.family in FAMILIES_OF_AUTOMODEL
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
@@ -542,6 +543,7 @@ AUTOMODEL = Framework(
         "attn_implementation": "memlab's writer of Automodel's recipes has no key for it",
         "reshard_root_after_forward": "Automodel keeps them until backward",
     }
+    | dict.fromkeys(EXCHANGE, "memlab's writer of Automodel's recipes has no key for it")
     | dict.fromkeys(("separate_embeddings", "loss_of_transformers"), "Automodel's version decides it, not a key")
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},

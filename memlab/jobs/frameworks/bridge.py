@@ -459,24 +459,28 @@ _OF_PRECISION: dict[str, tuple[tuple[str, ...], Any]] = {
 
 
 def _drop_replaced_fp8(reading: Reading) -> None:
-    """Drops what the model's section sets of FP8 beside a section ``mixed_precision`` that does not set it.
+    """Drops what the model's section sets of FP8 beside ``mixed_precision``, a name or a section.
 
     ``update_config_with_precision_overrides`` in training/mixed_precision.py (0.6.2 and 067f987d) replaces each of its
     fields in the model, the optimizer and ``ddp`` when the job starts, also by a default.
     """
-    given = {key.partition(".")[2] for key in reading.entries.by_key if key.startswith("mixed_precision.")}
-    if not given or reading.values.get("mixed_precision") is not None:
+    given = [key for key in reading.entries.by_key if key.partition(".")[0] == "mixed_precision"]
+    taken = {one.field: one.memlab_value for one in reading.taken if one.key in given}
+    if not given or (given == ["mixed_precision"] and not taken):  # a name that memlab does not know
         return
     for field, (names, default) in _OF_PRECISION.items():
-        if not given.isdisjoint(names) or reading.values.get(field, default) == default:
-            continue
-        reading.values[field] = default
-        for one in [one for one in reading.taken if one.field == field and one.place != "default"]:
+        value = taken.get(field, default)
+        reading.values[field] = value
+        said = [one for one in reading.taken if one.field == field and one.key not in given and one.place != "default"]
+        for one in (one for one in said if one.memlab_value != value):
             reading.taken.remove(one)
             reading.without_effect[one.key] = "Megatron-Bridge replaces it by that of mixed_precision"
+            advice = (
+                "choose another mixed_precision" if given == ["mixed_precision"] else f"give mixed_precision.{names[0]}"
+            )
             reading.warnings.append(
-                f"{one.key} {one.value} ({one.place}): mixed_precision replaces it by {default} when the job starts: "
-                f"give mixed_precision.{names[0]} for the job that was meant"
+                f"{one.key} {one.value} ({one.place}): mixed_precision replaces it by {value} when the job starts: "
+                f"{advice} for the job that was meant"
             )
 
 

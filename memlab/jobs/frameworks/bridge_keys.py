@@ -28,14 +28,24 @@ _SET_BY_PROVIDER: dict[Family, dict[str, Any]] = {
     "llama": {"bias_activation_fusion": True, "apply_rope_fusion": True},
     "gpt_oss": {"bias_activation_fusion": True, "moe_router_load_balancing_type": "none"},
     "olmoe": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_router_dtype": "fp32"},
+    "nemotron_h": {
+        "attention_backend": "flash",
+        "apply_rope_fusion": True,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_router_dtype": "fp32",
+        "moe_shared_expert_overlap": True,
+    },
     "qwen3_next": {"moe_router_load_balancing_type": "global_aux_loss", "moe_router_dtype": "fp32"},
     "deepseek_v2": _OF_DEEPSEEK,
     **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe"), _OF_DEEPSEEK | {"moe_shared_expert_overlap": True}),
 }
 """What the provider of a family sets otherwise than Megatron-Core (``models/llama/llama_bridge.py``,
-``models/deepseek/deepseek_v3_bridge.py``, ``models/glm/glm45_bridge.py``, ``models/olmoe/olmoe_bridge.py``,
-``models/qwen/qwen3_next_bridge.py`` and ``models/gpt_oss/gpt_oss_bridge.py``); those of other families set none of
-it."""
+``models/deepseek/deepseek_v3_bridge.py``, ``models/nemotronh/nemotron_h_bridge.py``, ``models/glm/glm45_bridge.py``,
+``models/olmoe/olmoe_bridge.py``, ``models/qwen/qwen3_next_bridge.py`` and ``models/gpt_oss/gpt_oss_bridge.py``); those
+of other families set none of it."""
+_DIVIDES_BY_ALL_TOKENS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+"""Families whose providers switch a loss per token on where ranks share a sequence (``finalize`` in
+``models/qwen_vl/qwen3_vl_provider.py`` and ``qwen35_vl_provider.py``, 067f987d)."""
 _TRAINS_EXTRA_LAYERS: tuple[Family, ...] = ("deepseek_v3", "kimi_k2", "glm4_moe")
 _EXTRA_LAYERS = {"deepseek-v3": 1, "glm-4.5": 1, "glm-4.5-air": 1, "glm-4.7-flash": 1}
 """Layers of multi-token prediction of published models (``num_nextn_predict_layers`` of their config.json), which
@@ -53,6 +63,9 @@ def complete_provider(reading: Reading, architecture: Architecture) -> None:
         is_text_alone = bool(reading.entries.get("trainer.policy.language_model_only"))  # of SkyRL
         set_by_provider = other.provider_of(architecture, is_text_alone=is_text_alone)
     reading.values.update({name: value for name, value in set_by_provider.items() if name not in said})
+    shares_sequences = (reading.values.get("context_parallel_size") or 1) > 1
+    if shares_sequences and other is not None and other.family in _DIVIDES_BY_ALL_TOKENS:
+        reading.values["calculate_per_token_loss"] = True
     drop_fused_rope(reading, architecture)
 
 

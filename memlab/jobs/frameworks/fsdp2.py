@@ -21,6 +21,9 @@ OWN_PLAN = "a plan of the job's own may divide other matrices"
 PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower", "embeddings")
 """What ``freeze_config`` of NeMo Automodel can freeze."""
 ATTENTION = get_args(AttnImplementation)
+EXCHANGE = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_deepep_num_sms")
+NO_EXCHANGE = dict.fromkeys(EXCHANGE, "its ranks exchange no tokens of experts")
+"""For `Framework.cannot_write`, where transformers' classes are built."""
 FLASH = "flash_attention_2"
 OUTPUT_LAYER = "lm_head"
 _CLASS_OF_AUTOMODEL = "PeftConfig"

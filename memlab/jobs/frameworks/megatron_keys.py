@@ -144,13 +144,14 @@ _OF_A_MODEL = {
     "ScoreFunction": TEXT,
     "RopeType": TEXT,
     "SoftmaxType": TEXT,
+    "str | None": TEXT,
     "AttentionVariant | None": TEXT,
     "tuple[int, int] | None": WINDOW,
     "int | tuple[int, ...] | None": Conversion(_frequency, _listed),
 }
 OF_CLASSIC_GPT = (
     "normalization", "gated_linear_unit", "add_bias_linear", "position_embedding_type", "max_position_embeddings",
-    "quick_geglu", "norms_all_heads", "norms_all_heads_fused",
+    "quick_geglu", "norms_all_heads", "norms_all_heads_fused", "squared_relu",
 )  # fmt: skip
 """What Megatron-LM's flags give, and Megatron-Core's config has by another name or not at all."""
 _OF_MODELS = tuple(
@@ -191,6 +192,8 @@ def fields_of(architecture: Architecture) -> dict[str, Any]:
     unsaid = {name for name in _NEW & values.keys() if values[name] == _DEFAULTS_OF_MODELS[name]}
     if not architecture.routes:
         unsaid |= {name for name in values if "moe" in name}
+    if architecture.hybrid_override_pattern is None:
+        unsaid |= {name for name in values if name.startswith("mamba_")}
     return values | dict.fromkeys(unsaid)
 
 
@@ -214,8 +217,10 @@ MISSING = (
     ),
     Missing("heterogeneous_block_specs", "either", "layers of different shapes are another model", blocks=True),
     Missing("moe_latent_size", "either", "experts of a narrower input are another model", blocks=True),
-    Missing("hybrid_layer_pattern", "either", "layers of another kind are another model", blocks=True),
-    Missing("hybrid_override_pattern", "either", "layers of another kind are another model", blocks=True),
+    Missing("use_mamba_mem_eff_path", "more", "Mamba's convolution and scan keep their own inputs", is_false),
+    Missing(
+        "mamba_training_ssm_states_dtype", "either", "the kernel of Mamba makes its states in another type", is_given
+    ),
     Missing(
         "activation_func",
         "either",
@@ -223,7 +228,6 @@ MISSING = (
         lambda value: value is not None and not any(name in str(value).lower() for name in ("silu", "swiglu", "swish")),
     ),
     Missing("position_embedding_type", "either", "memlab has rotary positions only", other_than("rope", "yarn"), True),
-    Missing("is_hybrid_model", "either", "layers of another kind are another model", blocks=True),
     Missing("activation_func_fp8_input_store", "less", "the MLP's activation keeps its input in FP8"),
     Missing("use_te_activation_func", "either", "Transformer Engine's activation keeps other tensors"),
     Missing("use_transformer_engine_op_fuser", "either", "Transformer Engine's fused MLP keeps other tensors"),

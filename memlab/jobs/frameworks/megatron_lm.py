@@ -32,6 +32,7 @@ from memlab.jobs.frameworks.keys import (
     is_given,
     with_defaults,
 )
+from memlab.jobs.frameworks.kinds_of_layers import is_of_hybrids, take_kinds_of_layers
 from memlab.jobs.frameworks.lines import removal, shell_words
 from memlab.jobs.frameworks.megatron_keys import (
     ARCHITECTURE,
@@ -82,6 +83,8 @@ _BESIDE = {
     "hidden_size": (
         Key("swiglu", "gated_linear_unit", SWITCH, False),
         Key("quick_geglu", "quick_geglu", SWITCH, False),
+        Key("squared_relu", "squared_relu", SWITCH, False),
+        Key("hybrid_layer_pattern", "hybrid_override_pattern", TEXT),
         Key("normalization", "normalization", TEXT, "LayerNorm"),
         Key("disable_bias_linear", "add_bias_linear", NOT, True),
         Key("position_embedding_type", "position_embedding_type", TEXT, "learned_absolute"),
@@ -164,7 +167,8 @@ _NOT_ARGUMENTS = (
     "fp8_dot_product_attention", "fp8_multi_head_attention", "fused_single_qkv_rope", "gated_linear_unit",
     "gtp_weight_remat_size", "heterogeneous_block_specs", "moe_router_topk_limited_devices", "num_buckets",
     "num_microbatches_with_partial_activation_checkpoints", "offload_optimizer_states",
-    "pad_buckets_for_high_nccl_busbw", "param_name_patterns_for_fp32_local_accumulation", "quant_recipe",
+    "pad_buckets_for_high_nccl_busbw", "param_name_patterns_for_fp32_local_accumulation",
+    "position_embedding_type", "quant_recipe",
     "reduce_scatter_with_fp32_accumulation", "store_param_remainders", "transformer_impl",
     "use_inference_optimized_layers", "use_kitchen", "use_layer_wise_distributed_optimizer",
 )  # fmt: skip
@@ -201,14 +205,14 @@ FLAGS_MISSING = (
     *(replace(_ROW[field], name=flag) for flag, field in _OTHER_NAMES.items()),
     *(replace(_ROW[field], name=flag, is_on=bool) for flag, field in _SWITCHED_OFF.items()),
     Missing("use_legacy_models", "either", "legacy models are not those of Megatron-Core", blocks=True),
-    Missing("spec", "either", "layers of the job's own specification are another model", blocks=True),
+    Missing(
+        "spec", "either", "layers of the job's own specification are another model",
+        lambda value: bool(value) and not is_of_hybrids(value), blocks=True,
+    ),
+    Missing("disable_mamba_mem_eff_path", "more", "Mamba's convolution and scan keep their own inputs"),
     *(
         Missing(name, "either", "layers of different shapes are another model", is_given, blocks=True)
         for name in ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-    ),
-    *(
-        Missing(name, "either", "layers of another kind are another model", blocks=True)
-        for name in ("hybrid_attention_ratio", "hybrid_mlp_ratio")
     ),
     *(
         Missing(name, "more", "memlab has no vision tower (examples/multimodal)", is_given, blocks=True)
@@ -342,7 +346,7 @@ def complete_state(reading: Reading) -> None:
 
 _OTHER_PROGRAMS = {
     "trains a model of another kind": (
-        "pretrain_bert.py", "pretrain_hybrid.py", "pretrain_hybrid_flex.py", "pretrain_ict.py", "pretrain_mamba.py",
+        "pretrain_bert.py", "pretrain_hybrid_flex.py", "pretrain_ict.py",
         "pretrain_mimo.py", "pretrain_retro.py", "pretrain_t5.py", "pretrain_vision_classify.py",
         "pretrain_vision_dino.py", "pretrain_vision_inpaint.py", "pretrain_vlm.py",
     ),
@@ -366,6 +370,9 @@ def _ask_for_the_program(reading: Reading) -> None:
     """Asks what to predict where the step is not that of ``pretrain_gpt.py`` with these arguments."""
     predicted = "memlab predicts the step of pretrain_gpt.py"
     program, causes = reading.entries.program, reading.entries.causes
+    if program is not None and program.key == "MODE":
+        reading.blocked["job"].append(f"MODE {program.value} ({program.place}): it generates and does not train")
+        return
     name = "pretrain_gpt.py" if program is None else program.value
     what = next((what for what, names in _OTHER_PROGRAMS.items() if name in names), None)
     if program is not None and what is not None:
@@ -465,6 +472,7 @@ _READ_WITH_OTHERS = {
 def complete_model(reading: Reading) -> None:
     """Derives the model's sizes, with Megatron-LM's defaults, and notes what another model has."""
     values, entries = reading.values, reading.entries
+    take_kinds_of_layers(reading)
     hidden = values.get("hidden_size")
     if not values.pop("group_query_attention", False):
         values.pop("num_query_groups", None)
@@ -514,6 +522,11 @@ _GPT2_TOKENS = 50257
 """In https://huggingface.co/openai-community/gpt2/blob/main/vocab.json."""
 
 
+_TOKENS = {"nemotron_2_256k.model": 256000}
+"""Of tokenizers by the names of their files. The first is Nemotron-4's (``vocab_size`` in
+https://huggingface.co/nvidia/Nemotron-4-340B-Base), with which Megatron-LM's release tests train."""
+
+
 def _take_vocabulary_of_tokenizer(reading: Reading) -> None:
     """Takes the vocabulary of a published model's tokenizer, where the job leaves its size to the tokenizer.
 
@@ -528,6 +541,21 @@ def _take_vocabulary_of_tokenizer(reading: Reading) -> None:
         )
         return
     name = reading.entries.get("tokenizer_model")
+    given = reading.entries.by_key.get("tokenizer_model")  # its folder may be known only when the job runs
+    known = None if given is None else _TOKENS.get(str(given.value).rpartition("/")[2])
+    if (
+        known is None
+        and reading.get("tokenizer_type") == "Llama2Tokenizer"
+        and published_architecture(str(name)) is None
+    ):
+        known = 32000
+    if known is not None:
+        reading.take("tokenizer_model", "vocab_size", known)
+        reading.warnings.append(
+            f"vocab_size is not in the file, so Megatron-LM counts the tokens in tokenizer_model, and memlab takes "
+            f"{known:,}, as its name or tokenizer_type says: give --set vocab_size=TOKENS"
+        )
+        return
     model = published_architecture(str(name)) if name else None
     if model is not None:
         reading.take("tokenizer_model", "vocab_size", model.vocab_size)
@@ -563,16 +591,15 @@ def _note_other_layers(reading: Reading, *, is_gated: bool) -> None:
     """Notes the layers that memlab does not have."""
     values = reading.values
     positions, normalization = values["position_embedding_type"], values["normalization"]
-    if positions not in ("rope", "learned_absolute"):
+    if positions not in ("rope", "learned_absolute", "none"):
         reading.blocked["model"].append(
-            f"positions {positions}: memlab has rope and learned_absolute (--position-embedding-type)"
+            f"positions {positions}: memlab has rope, learned_absolute and none (--position-embedding-type)"
         )
     if normalization not in ("RMSNorm", "LayerNorm"):
         reading.blocked["model"].append(f"normalization {normalization}: memlab has RMSNorm and LayerNorm")
-    for flag in ("squared_relu", "openai_gelu"):
-        if reading.get(flag):
-            reading.blocked["model"].append(f"--{flag.replace('_', '-')}: memlab's MLPs have SwiGLU or GELU")
-    if values.get("num_moe_experts") and not is_gated:
+    if reading.get("openai_gelu"):
+        reading.blocked["model"].append("--openai-gelu: memlab's MLPs have SwiGLU, GELU or squared ReLU")
+    if values.get("num_moe_experts") and not (is_gated or values["squared_relu"]):
         reading.blocked["model"].append("no --swiglu: memlab's experts have a gate (--swiglu or --quick-geglu)")
     if values["quick_geglu"] and not values.get("num_moe_experts"):
         reading.blocked["model"].append("--quick-geglu: memlab's dense MLPs have SwiGLU or GELU")
@@ -662,6 +689,11 @@ def render(values: dict[str, Any]) -> list[str]:
     removed = ["--" + _flag(name, value=True) for name, value in values.items() if value is ABSENT]
     values = {name: value for name, value in values.items() if value is not ABSENT}
     ranks = values.pop("world_size", None)
+    if values.get("hybrid_override_pattern"):
+        values["is_hybrid_model"], values["spec"] = (
+            True,
+            ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+        )
     lines = [*removal(removed), *("--" + _flag(name, value) for name, value in values.items())]
     if (values.get("tensor_model_parallel_size") or 1) > 1:
         lines.append("--sequence-parallel")

@@ -156,6 +156,7 @@ KEYS = (
             cross_entropy_loss_fusion=True,
             attention_backend="flash",
             moe_router_dtype="fp32",
+            calculate_per_token_loss=None,
         )
     ),
     *with_defaults(FUSIONS, bias_activation_fusion=True, gradient_accumulation_fusion=True),
@@ -510,6 +511,8 @@ def _complete_task(reading: Reading, kind: str | None) -> None:
     """
     task = "seq_cls" if kind == "rm" else reading.get("task_type")
     del reading.values["task_type"]
+    if reading.values["calculate_per_token_loss"] is None:
+        reading.values["calculate_per_token_loss"] = _divides_by_all_tokens(kind, task)
     if kind == "rm":  # ``MegatronRLHFArguments.__post_init__``
         reading.take("rlhf_type", "num_labels", 1)
     elif task != "seq_cls":
@@ -530,10 +533,16 @@ def _complete_task(reading: Reading, kind: str | None) -> None:
         reading.miss("task_type", "more", f"each of a batch is a positive and up to {negatives} negatives of the data")
 
 
+def _divides_by_all_tokens(kind: str | None, task: str | None) -> bool:
+    """Whether the loss is one per token by default (``_set_default`` in swift/megatron/arguments/megatron_args.py)."""
+    return kind is None and task in (None, "causal_lm")
+
+
 def _has_more_than_a_frozen_model(reading: Reading) -> bool:
     """Whether a job has what memlab does not predict beside a frozen model in the step."""
     values = reading.values
-    has_more = any(values.get(name) for name in ("fp8_param_gather", "mtp_num_layers", "offload_modules"))
+    has_more = any(values.get(name) for name in ("mtp_num_layers", "offload_modules"))
+    has_more |= bool(values.get("fp8_param_gather")) and values.get("fp8_recipe") == "mxfp8"
     stages = values.get("pipeline_model_parallel_size") or 1
     text, chunks = values.get("pipeline_model_parallel_layout"), values.get("virtual_pipeline_model_parallel_size") or 1
     if text:
@@ -791,6 +800,9 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     has_teacher = scenario.state.loss == "jsd"
     is_pairs = scenario.state.reference_model != "none" and not has_teacher and scenario.micro_batch_size % 2 == 0
     rows = rows // 2 if is_pairs else rows
+    kind = "gkd" if has_teacher else "grpo" if is_likelihood else "dpo" if is_pairs else None
+    task = None if scenario.state.num_labels is None else "seq_cls"
+    own = scenario.state.calculate_per_token_loss
     return (
         values
         | named(scenario)
@@ -804,11 +816,12 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "global_batch_size": rows * scenario.num_microbatches * scenario.layout.data_parallel_size,
             "max_length": length // 2 if is_likelihood else length,
             "max_completion_length": length - length // 2 if is_likelihood else 512,
-            "rlhf_type": "gkd" if has_teacher else "grpo" if is_likelihood else "dpo" if is_pairs else None,
+            "rlhf_type": kind,
+            "calculate_per_token_loss": None if own == _divides_by_all_tokens(kind, task) else own,
             "teacher_model": (scenario.state.teacher_model or named(scenario)["architecture"])
             if has_teacher and scenario.state.reference_model != "none"
             else None,
-            "task_type": None if scenario.state.num_labels is None else "seq_cls",
+            "task_type": task,
             "tuner_type": "full" if scenario.state.lora is None else "lora",
             "bf16": scenario.dtype == "bf16",
             "recompute_modules": settings.recompute_modules or ("core_attn",),

@@ -84,11 +84,14 @@ _FILTERED_LOGITS = "the loss filters the logits of the whole vocabulary too, wit
 _OVERRIDES = f"{_MEGATRON}.model_overrides"
 _RECOMPUTE_METHOD = tuple(key for key in RECOMPUTE if key.field in ("recompute_granularity", "recompute_modules"))
 _FP8 = {"fp8": "fp8_format", "fp8_recipe": "fp8_recipe", "fp8_param": "fp8_param_gather"}
-_PASSED = tuple(key for key in COMPUTE if key.name not in (*_FP8, "apply_rope_fusion") and key not in FUSIONS)
+_DECIDED = (*_FP8, "apply_rope_fusion", "calculate_per_token_loss")
+_PASSED = tuple(key for key in COMPUTE if key.name not in _DECIDED and key not in FUSIONS)
 _FP8_ROWS = {"blockwise": 128, "mxfp8": 32}
 """What each rank's part of a packed row is padded to a multiple of, and 16 with other recipes of FP8
 (``_get_pack_sequence_parameters_for_megatron`` in nemo_rl/models/megatron/data.py)."""
 _BUCKETS = tuple(key for key in BUCKETS if key.name != "bucket_size")
+FIXED = {"calculate_per_token_loss": True}
+"""``_validate_training_config`` in nemo_rl/models/megatron/setup.py (7ea279ab)."""
 
 _REFIT_SHARE = 0.3
 """Of the free memory, for the bucket of the weight sync, unless ``NRL_REFIT_BUFFER_MEMORY_RATIO`` says otherwise
@@ -236,6 +239,7 @@ def _complete_model(reading: Reading, architecture: Architecture) -> None:
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute and what leaves the device around generation."""
     values = reading.values
+    values |= FIXED
     if not values.pop("has_adapters"):
         values["lora_rank"] = None
     _take_model_of_guide(reading)
@@ -709,6 +713,7 @@ NEMO_RL = Framework(
     check=check,
     compose=compose,
     configurations=("grpo_math_1B",),
+    fixed=FIXED,
     packs=is_packed,
     padding_in_fp8=lambda unit, _, recipe: (unit, unit * _FP8_ROWS.get(recipe, 16)),
     cannot_write=OF_BRIDGE
@@ -721,6 +726,7 @@ NEMO_RL = Framework(
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
         "ddp_bucket_size": "NeMo-RL has no such key",
         "manual_gc": "NeMo-RL has no such key",
+        "calculate_per_token_loss": "NeMo-RL always divides gradients by the tokens of the whole batch",
     },
     without_own_key=frozenset(
         (

@@ -20,6 +20,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
     FOREACH,
     FROZEN,
+    NO_EXCHANGE,
     OWN_PLAN,
     PARTS_OF_AUTOMODEL,
     Own,
@@ -317,6 +318,7 @@ NEMO_RL_DTENSOR = Framework(
     compose=compose,
     packs=is_packed,
     cannot_write=dict.fromkeys(_DECIDED, _SHARDS)
+    | NO_EXCHANGE
     | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
     | {
         "grad_reduce_in_bf16": "NeMo-RL reduces gradients in fp32",

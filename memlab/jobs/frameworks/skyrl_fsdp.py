@@ -17,6 +17,7 @@ from memlab.config.validation import is_whole_number, shortened
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
+    NO_EXCHANGE,
     RESHARDING,
     Own,
     attention_key,
@@ -319,6 +320,7 @@ CANNOT_WRITE = (
     | {"model_classes": "SkyRL builds transformers' classes"}
     | dict.fromkeys(_NO_KEY, "SkyRL has no such key")
     | dict.fromkeys(_NONE_AHEAD, "SkyRL gathers no layer ahead")
+    | NO_EXCHANGE
 )
 WITHOUT_OWN_KEY = frozenset(
     (

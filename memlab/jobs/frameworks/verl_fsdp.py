@@ -15,6 +15,7 @@ from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
     FOREACH,
+    NO_EXCHANGE,
     RESHARDING,
     Own,
     attention_key,
@@ -424,10 +425,14 @@ def _of_adam(scenario: Scenario) -> dict[str, str]:
     return {"adam_implementation": "memlab reads torch's Adam from verl's files, and no FusedAdam"}
 
 
-CANNOT_WRITE = {
-    "offload_optimizer_except_update": "verl loads the optimizer state before the step",
-    "model_classes": "verl builds transformers' classes",
-} | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
+CANNOT_WRITE = (
+    {
+        "offload_optimizer_except_update": "verl loads the optimizer state before the step",
+        "model_classes": "verl builds transformers' classes",
+    }
+    | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
+    | NO_EXCHANGE
+)
 """Fields that no trainer of verl with FSDP expresses, each with the reason."""
 WITHOUT_OWN_KEY = frozenset(
     (

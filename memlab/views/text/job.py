@@ -8,7 +8,7 @@ from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
-from memlab.config.option import options_of
+from memlab.config.option import options_of, unread
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -121,9 +121,11 @@ def _as_read(values: dict[str, Any]) -> list[str]:
     parts = {"workload": Scenario, "layout": Layout, "state": TrainingState, "allocator": AllocatorSettings}
     lines: list[str] = []
     for part, cls in {**parts, "settings": MemorySettings}.items():
+        read = options_of(cls).keys() - unread(cls, values).keys()
         said = {
             name: values[name] for name in options_of(cls) if values.get(name) not in (None, _OWN_DEFAULTS.get(name))
         }
+        said = {name: value for name, value in said.items() if name in read}
         said |= {name: values[name] for name in _OF_WORKLOAD if part == "workload" and name in values}
         words = ", ".join(name if value is True else f"{name} {_short(value)}" for name, value in said.items())
         lines += _wrapped(f"{part:10} {words}") if words else []

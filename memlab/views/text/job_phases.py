@@ -66,7 +66,7 @@ def _of_cache(job: JobPhases) -> list[str]:
     late = format_bytes(job.late_free_bytes)
     lines = [f"blocks that wait for other streams may add {late} to a pass"] if job.late_free_bytes else []
     if most:
-        lines.append(f"torch may hold this at most with what passes have cached since the weight sync: {most}")
+        lines.append(f"torch may hold this at most with what other passes have cached: {most}")
         lines.append("it returns what is cached before a request fails")
     return lines
 

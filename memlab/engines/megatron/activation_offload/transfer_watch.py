@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
 
-from memlab.config.model_restrictions import without_effect, without_layers_on_rank
+from memlab.config.model_restrictions import without_checkpoints, without_effect, without_layers_on_rank
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.meter.labels import keeping
@@ -75,6 +75,7 @@ class OffloadWatch:
         step.
         """
         reasons = without_effect(settings, scenario.architecture) | without_layers_on_rank(settings, scenario)
+        reasons |= without_checkpoints(settings, scenario)
         fraction, delta = settings.activation_offload_fraction, settings.delta_offload_bytes_across_pp_ranks
         if settings.offload_modules and delta and scenario.layout.pipeline_stage == 0:
             reasons["delta_offload_bytes_across_pp_ranks"] = (

@@ -1,0 +1,166 @@
+"""The attention of NeMo Automodel's own classes of models with experts, around torch's or Transformer Engine's kernel.
+
+``models/qwen3_moe/layers.py``, ``models/gpt_oss/rope_utils.py`` and ``attention/utils.py`` of 36044ad3 and 0.7.0.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from memlab.config.scenario import Scenario
+from memlab.engines.fsdp2.automodel_norm import Norm
+from memlab.engines.fsdp2.selective_checkpoint import as_one_operation
+from memlab.engines.megatron.layers.attention_workspace import bytes_of_workspace
+from memlab.engines.megatron.layers.flash_attention import flash_attention_of_torch
+from memlab.engines.megatron.layers.torch_functions import PackedAttention, attend, attend_backward
+from memlab.engines.megatron.packed_sequences import ends_of
+from memlab.meter.labels import one_kernel
+
+_NOT_KEPT = partial(as_one_operation, is_kept=False)
+
+
+class Rotations(torch.nn.Module):
+    """Cosines and sines of a pass's positions in fp32, side by side, for each row of the batch."""
+
+    def __init__(self, of_transformers: Any) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", of_transformers.inv_freq, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """Returns [batch, tokens, channels] of positions [1, tokens]."""
+        positions = position_ids.expand(len(hidden_states), -1).to(torch.float32)
+        angles = torch.einsum("bt,d->btd", positions, self.inv_freq.float())
+        return torch.cat([torch.cos(angles) * 1.0, torch.sin(angles) * 1.0], dim=-1)
+
+
+class Attention(torch.nn.Module):
+    """Queries and keys are normalized by head and rotated, and lie token by token.
+
+    Args:
+        of_transformers: transformers' attention, whose matrices it takes.
+        scenario: Says which kernel attends, and which release rotates.
+    """
+
+    def __init__(self, of_transformers: Any, scenario: Scenario) -> None:
+        super().__init__()
+        is_released = scenario.state.model_classes == "automodel_0.7.0"
+        self.q_proj, self.k_proj = of_transformers.q_proj, of_transformers.k_proj
+        self.v_proj, self.o_proj = of_transformers.v_proj, of_transformers.o_proj
+        self.q_norm, self.k_norm = (
+            Norm(each, is_released=is_released) for each in (of_transformers.q_norm, of_transformers.k_norm)
+        )
+        self.channels, self.scale = of_transformers.head_dim, of_transformers.scaling
+        self.is_released, self.is_of_te = is_released, scenario.state.attn_implementation == "te"
+        self.on_gpu_kernel = getattr(of_transformers.config, "_attn_implementation", None) == "sdpa"
+
+    def forward(self, inputs: torch.Tensor, rotations: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        """Maps [batch, tokens, width] to the same shape; rotations are [batch, tokens, channels]."""
+        query, key, value = (each(inputs) for each in (self.q_proj, self.k_proj, self.v_proj))
+        shape = (*inputs.shape[:2], -1, self.channels)
+        query, key, value = query.view(shape), key.view(shape), value.view(shape)
+        query, key = self.q_norm(query), self.k_norm(key)
+        query, key = (_ReleasedRotation.apply if self.is_released else _rotated_both)(query, key, rotations)
+        if self.is_of_te:
+            output = _attend_as_te(query, key, value, self.scale, options.get("packed_lengths"))
+        else:
+            output = self._attend_as_torch(query, key, value)
+        result: torch.Tensor = self.o_proj(output.flatten(2))
+        return result
+
+    def _attend_as_torch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        query, key, value = (each.transpose(1, 2).contiguous() for each in (query, key, value))
+        if self.on_gpu_kernel:
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.scale, enable_gqa=True
+            )
+            return attended.transpose(1, 2).contiguous()
+        return flash_attention_of_torch(query, key, value, self.scale, _NOT_KEPT)
+
+
+def _attend_as_te(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: tuple[int, ...] | None
+) -> torch.Tensor:
+    if lengths is None:
+        output: torch.Tensor = _FusedAttention.apply(query, key, value, scale)
+        return output
+    rows = (each.flatten(0, 1) for each in (query, key, value))
+    packed: torch.Tensor = PackedAttention.apply(*rows, scale, ends_of(lengths))
+    return packed.view(query.shape)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """cuDNN's kernel as Transformer Engine calls it, of tensors [batch, tokens, heads, channels] that lie so.
+
+    Saves them, its output, the log-sum-exp of each row (fp32) and a state of random numbers (``FusedAttnFunc``).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        def compute() -> tuple[torch.Tensor, ...]:
+            output = torch.empty_like(query)
+            with one_kernel():
+                turned = _tokens_first(query, key, value)
+                attended, log_sums = attend(turned[0], turned[1], turned[2], scale)
+                output.copy_(attended.transpose(0, 1))
+            return output, log_sums, query.new_empty(2, dtype=torch.int64)
+
+        output, *others = _NOT_KEPT(compute)
+        ctx.save_for_backward(query, key, value, output, *others)
+        ctx.scale = scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, output, log_sums, _ = ctx.saved_tensors
+        results = tuple(torch.empty_like(each) for each in (query, key, value))
+        shapes = (each.shape for each in _tokens_first(query, key, value))
+        workspace = query.new_empty(bytes_of_workspace(*shapes), dtype=torch.uint8)
+        with one_kernel():
+            grad, q, k, v, out = _tokens_first(grads[0].view(output.shape), query, key, value, output)
+            parts = attend_backward(grad.flatten(2), q, k, v, out, log_sums, ctx.scale)
+            for result, part in zip(results, parts, strict=False):
+                result.copy_(part.transpose(0, 1))
+            del parts, part, grad, q, k, v, out
+        del workspace
+        return *results, None
+
+
+def _tokens_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [each.transpose(0, 1) for each in tensors]
+
+
+def _rotated_both(query: torch.Tensor, key: torch.Tensor, rotations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    cosines, sines = rotations.split(rotations.shape[-1] // 2, dim=-1)
+    return _rotated(query, cosines, sines), _rotated(key, cosines, sines)
+
+
+def _rotated(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    cosines, sines = (each.unsqueeze(-2).to(heads.dtype) for each in (cosines, sines))
+    first, second = heads.chunk(2, dim=-1)
+    one = first * cosines - second * sines
+    two = second * cosines + first * sines
+    return torch.cat((one, two), dim=-1)
+
+
+class _ReleasedRotation(torch.autograd.Function):
+    """``_compiled_apply_rotary_emb_qk`` of the release: one kernel forward and one backward."""
+
+    @staticmethod
+    @one_kernel()
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, rotations: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(rotations)
+        return _rotated_both(query, key, rotations)
+
+    @staticmethod
+    @one_kernel()
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        (rotations,) = ctx.saved_tensors
+        half = rotations.shape[-1] // 2
+        back = torch.cat((rotations[..., :half], -rotations[..., half:]), dim=-1)
+        return *_rotated_both(grads[0], grads[1], back), None

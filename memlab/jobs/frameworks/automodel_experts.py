@@ -1,0 +1,131 @@
+"""What a recipe of NeMo Automodel says about its own classes of models with experts.
+
+``BackendConfig`` in models/common/utils.py, with the defaults of a GPU with Transformer Engine, and
+``MoEParallelizerConfig`` in distributed/config.py (36044ad3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from memlab.jobs.frameworks.framework import Reading
+
+_BACKEND = "model.backend"
+_KEYS = ("dispatcher", "dispatcher_num_sms", "experts", "attn", "linear", "rms_norm", "enable_deepep", "rope")
+_PARALLEL = "distributed.moe"
+_RESHARD = "distributed.reshard_after_forward"
+_DISPATCHERS = {"torch": ("allgather", None), "deepep": ("flex", "deepep"), "hybridep": ("flex", "hybridep")}
+_SMS = 20
+
+
+def take_experts(reading: Reading, name: str) -> None:
+    """Takes the classes of a model with experts, and notes what of them memlab does not have.
+
+    Args:
+        reading: Of the recipe, whose other values are taken.
+        name: Of the model.
+
+    Raises:
+        ValueError: If the recipe combines them with what memlab has only with transformers' classes.
+    """
+    values = reading.values
+    _refuse(reading, name)
+    reading.known |= {f"{_BACKEND}.{key}" for key in _KEYS}
+    _take_attention(reading)
+    if values["expert_model_parallel_size"] > 1:
+        _take_exchange(reading)
+        _take_parallelizer(reading)
+    experts = reading.get(f"{_BACKEND}.experts", default="torch_mm")
+    # Without a library for the exchange, ``te`` and ``gmm`` become ``torch_mm``.
+    is_of_torch = values.get("moe_token_dispatcher_type") != "flex"
+    if experts == "torch" and is_of_torch:
+        reading.miss(f"{_BACKEND}.experts", "either", "experts are multiplied one by one, and not in one product")
+    elif experts not in ("torch", "torch_mm", "gmm", *("te",) * is_of_torch):
+        reading.miss(f"{_BACKEND}.experts", "either", f"memlab has one product of all experts, not {experts}")
+    if reading.get(f"{_BACKEND}.rms_norm") == "quack":
+        reading.miss(f"{_BACKEND}.rms_norm", "either", "memlab has no norms of QuACK")
+    linear = reading.get(f"{_BACKEND}.linear", default="te")
+    if linear != "torch":
+        reading.miss(f"{_BACKEND}.linear", "more", f"matrix products of {linear} have a workspace of their own")
+    if reading.get(f"{_BACKEND}.fake_balanced_gate", default=False):
+        reading.miss(f"{_BACKEND}.fake_balanced_gate", "less", "tokens choose experts in turn, without a router")
+    if reading.get(f"{_BACKEND}.gate_precision") is not None:
+        reading.miss(f"{_BACKEND}.gate_precision", "more", "the router multiplies in this type")
+    _take_optimizations(reading)
+
+
+def _refuse(reading: Reading, name: str) -> None:
+    values = reading.values
+    both = {
+        "adapters": any(key.startswith("peft.") for key in reading.entries.by_key),
+        "context parallelism": values["context_parallel_size"] > 1,
+        "tensor parallelism": values["tensor_model_parallel_size"] > 1,
+        "selective checkpoints": values.get("selective_ac", False),
+        "an offload policy": values["fsdp_cpu_offload"],
+    }
+    for what, is_on in both.items():
+        if is_on:
+            reading.lacks.append(f"Automodel's own experts beside {what}")
+            raise ValueError(
+                f"{name} has experts, of which memlab does not have NeMo Automodel's own classes beside {what}: leave "
+                "the recipe out"
+            )
+
+
+def _take_attention(reading: Reading) -> None:
+    kind = reading.get(f"{_BACKEND}.attn", default="te")
+    reading.values["attn_implementation"] = "sdpa"
+    if kind == "te":
+        reading.take(f"{_BACKEND}.attn", "attn_implementation", "te")
+
+
+def _take_exchange(reading: Reading) -> None:
+    key = f"{_BACKEND}.dispatcher"
+    given = reading.get(key)
+    if given is None:
+        reading.warnings.append(
+            f"{key} is not in the file, and Automodel takes DeepEP where it is installed, which memlab takes too: give "
+            f"--set {key}=torch where it is not"
+        )
+    kind, library = _DISPATCHERS.get(str(given or "deepep"), ("flex", "deepep"))
+    reading.take(key, "moe_token_dispatcher_type", kind)
+    if library is not None:
+        reading.values["moe_flex_dispatcher_backend"] = library
+    if library == "deepep":
+        sms = reading.get(f"{_BACKEND}.dispatcher_num_sms", default=_SMS)
+        reading.take(f"{_BACKEND}.dispatcher_num_sms", "moe_deepep_num_sms", sms)
+    if given not in (None, *_DISPATCHERS):
+        reading.miss(key, "either", f"memlab has no buffers of {given}, and takes DeepEP's")
+    if reading.get(f"{_BACKEND}.dispatcher_async_dispatch", default=False):
+        reading.miss(f"{_BACKEND}.dispatcher_async_dispatch", "more", "what is freed waits for the exchange")
+
+
+def _take_parallelizer(reading: Reading) -> None:
+    """Takes how the parallelizer of models with experts shards: it frees nothing after forward unless it is told to."""
+    values = reading.values
+    values["separate_embeddings"] = "both"
+    if reading.get(_RESHARD) is None:
+        frees = bool(reading.get(f"{_PARALLEL}.reshard_after_forward", default=False))
+        reading.taken = [one for one in reading.taken if one.key != _RESHARD]
+        reading.take(f"{_PARALLEL}.reshard_after_forward", "reshard_after_forward", "all" if frees else "none")
+    if values["reshard_after_forward"] == "none":
+        values |= {"fsdp2_forward_prefetch_depth": 0, "fsdp2_backward_prefetch_depth": 0}
+    for name, usual, effect, reason in _OTHERS:
+        key = f"{_PARALLEL}.{name}"
+        given = reading.get(key, default=usual)
+        if given != usual:
+            reading.miss(key, effect, reason)  # type: ignore[arg-type]
+
+
+_OTHERS: tuple[tuple[str, Any, str, str], ...] = (
+    ("ignore_router_for_ac", True, "less", "the router is computed again too"),
+    ("lm_head_precision", None, "more", "the output layer computes in this type"),
+    ("mp_policy", None, "either", "types of experts' units of their own"),
+)
+
+
+def _take_optimizations(reading: Reading) -> None:
+    key = f"{_BACKEND}.enable_fsdp_optimizations"
+    is_on = reading.get(key, default=False)
+    if is_on and reading.values["reshard_after_forward"] != "none":
+        reading.miss(key, "more", "gathered parameters stay until the last micro-batch")

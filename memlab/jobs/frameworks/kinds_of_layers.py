@@ -1,0 +1,71 @@
+"""Which part each layer of a hybrid model has, as Megatron-LM's arguments say it."""
+
+from __future__ import annotations
+
+from memlab.jobs.frameworks.framework import Reading
+
+_FIELD = "hybrid_override_pattern"
+_RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
+_SPECS = ("mamba_layer_specs", "hybrid_layer_specs")
+
+
+def is_of_hybrids(spec: object) -> bool:
+    """Whether ``--spec`` names Megatron-Core's own layers of hybrid models."""
+    return any(name in str(spec) for name in _SPECS)
+
+
+def take_kinds_of_layers(reading: Reading) -> None:
+    """Takes the pattern of a hybrid model's layers, and what follows from it.
+
+    In a pattern of megatron-core 0.17 or later, ``|`` divides the layers into the chunks of pipeline stages, and what
+    follows ``/`` are those of multi-token prediction (``models/hybrid/hybrid_layer_allocation.py``, 0.19.2). Older
+    jobs give the shares of layers of attention and of MLPs (``ssm/mamba_hybrid_layer_allocation.py``, 0.16.1).
+    """
+    values = reading.values
+    ratios = [float(reading.get(name, 0.0) or 0.0) for name in _RATIOS]
+    reading.known |= {*_RATIOS, "spec", "is_hybrid_model"}
+    text, num_layers = values.get(_FIELD), values.get("num_layers")
+    if text is None and num_layers and (any(ratios) or is_of_hybrids(reading.get("spec"))):
+        text = _allocated(num_layers, *ratios)
+    if not text:
+        for name in [name for name in values if name.startswith("mamba_")]:
+            values.pop(name)
+        return
+    main, *extra = str(text).split("/")
+    chunks = main.split("|")
+    values[_FIELD] = "".join(chunks)
+    values["num_layers"] = len(values[_FIELD])
+    if any(extra):
+        reading.miss(
+            _FIELD, "more", "the pattern has layers of multi-token prediction, which memlab does not have here"
+        )
+    stages = values.get("pipeline_model_parallel_size") or 1
+    if len(chunks) > 1 and len(chunks) % stages == 0:
+        values["virtual_pipeline_model_parallel_size"] = len(chunks) // stages
+        if len({*map(len, chunks)}) > 1:
+            values["pipeline_model_parallel_layout"] = f"E{'|'.join('t' * len(chunk) for chunk in chunks)}L"
+    hidden, channels = values.get("hidden_size"), values.get("mamba_head_dim") or 64
+    if hidden and not values.get("mamba_num_heads"):
+        values["mamba_num_heads"] = 2 * hidden // channels
+
+
+def _allocated(num_layers: int, of_attention: float, of_mlps: float) -> str:
+    """Spreads layers of attention and MLPs over a model, as ``_allocate_auto`` does (0.16.1)."""
+    kinds = ["M"] * num_layers
+    attention = round(num_layers * of_attention)
+    _place("*", kinds, (num_layers - attention) / (attention + 1))
+    if mlps := round(num_layers * of_mlps):
+        _place("-", kinds, (num_layers - attention - mlps) / mlps)
+    return "".join(kinds)
+
+
+def _place(letter: str, kinds: list[str], every: float) -> None:
+    left = every
+    for layer, kind in enumerate(kinds):
+        if kind != "M":
+            continue
+        if left < 0.5:
+            kinds[layer] = letter
+            left += every
+        else:
+            left -= 1

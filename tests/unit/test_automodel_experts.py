@@ -1,0 +1,178 @@
+"""NeMo Automodel's own class of Qwen3-MoE in the engine fsdp2, whose experts ranks may share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from memlab import Lab, Layout, MemorySettings, TrainingState
+from memlab.backends.simulated import predicting
+from memlab.config.exchange_buffers import require_no_library_for_exchange
+from memlab.config.parameters import kept_bytes
+from memlab.config.scenario import Scenario
+from memlab.jobs.job import Job
+
+pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
+from memlab.engines.fsdp2.automodel_classes import change_classes
+from memlab.engines.fsdp2.hugging_face import build_model
+
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+FLEX: dict[str, Any] = {"moe_token_dispatcher_type": "flex"}
+
+
+def of(classes: Any = "automodel", experts: int = 1, ranks: int = 8, **state: Any) -> Scenario:
+    if experts > 1:
+        state = {"moe_token_dispatcher_type": "allgather", "reshard_after_forward": "none"} | state
+    return Scenario.of(
+        "qwen3-moe-tiny",
+        num_layers=2,
+        seq_length=64,
+        dtype="bf16",
+        engine="fsdp2",
+        layout=Layout(data_parallel_size=ranks, expert_model_parallel_size=experts),
+        state=TrainingState(model_classes=classes, **state),
+    )
+
+
+def test_it_saves_as_much_as_the_class_itself_and_computes_what_transformers_does() -> None:
+    """545,048 bytes that Automodel's class (36044ad3, torch_mm) saved for backward on a CPU (torch 2.13), two layers.
+
+    flash-attn also saves the state of its random numbers, 16 bytes a layer, which the CPU's kernel does not.
+    """
+    scenario, tokens = of(ranks=1), torch.arange(64).unsqueeze(0)
+    torch.manual_seed(0)
+    module = build_model(scenario, torch.bfloat16, attention="memlab_sdpa")
+    for each in module.parameters():
+        torch.nn.init.normal_(each, std=0.02)
+    expected = module(input_ids=tokens).logits
+    change_classes(module, scenario)
+    saved: dict[int, int] = {}
+    held: list[torch.Tensor] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        held.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        found = module(input_ids=tokens).logits
+    for stays in (*module.parameters(), *module.buffers()):
+        saved.pop(stays.untyped_storage()._cdata, None)
+    assert sum(saved.values()) == 545_048 + 2 * 16
+    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
+    found.float().square().mean().backward()
+    assert all(one.grad is not None for one in module.parameters())
+
+
+@pytest.mark.parametrize("classes", ["automodel", "automodel_0.7.0"])
+def test_a_live_step_needs_what_is_predicted(classes: str) -> None:
+    scenario, records = of(classes, ranks=1), {}
+    for backend in ("cpu", predicting("cpu")):
+        with Lab(scenario, backend=backend) as lab:
+            records[backend] = [lab.step(settings) for settings in (MemorySettings(), FULL)]
+    live, predicted = ([one.peak_by_category for one in steps] for steps in records.values())
+    assert predicted == live
+    assert all(step.residual_bytes == 0 for steps in records.values() for step in steps)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"attn_implementation": "te"}, FLEX, FLEX | {"moe_flex_dispatcher_backend": "hybridep"}],
+    ids=["gathered", "te", "deepep", "hybridep"],
+)
+@pytest.mark.parametrize("experts", [4, 8])
+def test_ranks_that_share_experts_keep_their_own(state: dict[str, Any], experts: int) -> None:
+    """Where all ranks share them, experts are whole on each, and else shards; both are an eighth of all."""
+    scenario = of(experts=experts, **state)
+    with Lab(scenario, backend="simulated") as lab:
+        plain = [lab.step() for _ in range(2)][1]
+        checkpointed = lab.step(FULL)
+    kept = kept_bytes(scenario)
+    assert 0 <= plain.peak_by_category["parameters"] - kept.parameters < 25 * 512  # of 25 shards' blocks
+    assert checkpointed.recomputed_bytes > plain.recomputed_bytes == 0
+    alone = kept_bytes(of())
+    assert abs(kept.parameters - alone.parameters) < 64
+
+
+def test_gathering_tokens_needs_memory_for_those_of_all_ranks() -> None:
+    """In forward the fp32 sums of the tokens of all ranks, once more for the sum over ranks: 8 bytes an element."""
+    peaks = []
+    for experts in (4, 8):
+        with Lab(replace(of(experts=experts), seq_length=512), backend="simulated") as lab:
+            peaks.append(lab.step().peak_allocated_bytes)
+    assert peaks[1] - peaks[0] > 4 * 512 * 128 * 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"classes": "transformers", "experts": 8}, "model_classes 'transformers', must be 1"),
+        ({"experts": 8, "moe_token_dispatcher_type": "alltoall"}, "must be allgather or flex"),
+        ({"experts": 8, "ranks": 16, "dp_replicate_size": 2}, "dp_replicate_size 2, which memlab does not predict"),
+        ({"moe_token_dispatcher_type": "allgather"}, "no rank has tokens for another one"),
+        ({"classes": "transformers", "attn_implementation": "te"}, "attn_implementation is 'te'"),
+    ],
+)
+def test_what_is_not_predicted_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        of(**change)
+
+
+@pytest.mark.parametrize("change", [{"experts": 2, "ranks": 2}, {"ranks": 1, "attn_implementation": "te"}])
+def test_only_predictions_have_shared_experts_and_the_attention_of_te(change: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="only predicts"):
+        require_no_library_for_exchange(of(**change))
+
+
+RECIPE = """
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+step_scheduler: {global_batch_size: 16, local_batch_size: 1}
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B
+  torch_dtype: bfloat16
+  backend: {attn: te, linear: torch, rms_norm: torch_fp32, experts: torch_mm, dispatcher: DISPATCHER}
+distributed: {strategy: fsdp2, dp_size: 8, ep_size: 8, activation_checkpointing: true}
+dataset: {_target_: MockIterableDataset, seq_len: 4096}
+optimizer: {_target_: torch.optim.AdamW}
+"""
+
+
+@pytest.mark.parametrize(
+    ("dispatcher", "kind", "library"),
+    [("torch", "allgather", "deepep"), ("deepep", "flex", "deepep"), ("hybridep", "flex", "hybridep")],
+)
+def test_a_recipe_is_read_whole(tmp_path: Path, dispatcher: str, kind: str, library: str) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.replace("DISPATCHER", dispatcher))
+    job = Job.read(path, version="36044ad3")
+    scenario, settings = job.required()
+    state = scenario.state
+    assert (state.moe_token_dispatcher_type, state.moe_flex_dispatcher_backend) == (kind, library)
+    assert (state.model_classes, state.attn_implementation) == ("automodel", "te")
+    assert (state.reshard_after_forward, state.separate_embeddings) == ("none", "both")
+    assert scenario.layout.expert_model_parallel_size == 8
+    assert settings.recompute_granularity == "full"
+    assert not job.not_modelled
+
+
+def test_what_memlab_does_not_have_of_the_class_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    backend = "linear: te, gate_precision: float32, fake_balanced_gate: true, enable_fsdp_optimizations: true"
+    text = RECIPE.replace("linear: torch", backend).replace("DISPATCHER", "uccl_ep")
+    path.write_text(text.replace("ep_size: 8,", "ep_size: 8, moe: {ignore_router_for_ac: false},"))
+    effects = {one.key.rpartition(".")[2]: one.effect for one in Job.read(path, version="36044ad3").not_modelled}
+    assert effects == {
+        "dispatcher": "either",
+        "linear": "more",
+        "gate_precision": "more",
+        "fake_balanced_gate": "less",
+        "ignore_router_for_ac": "less",
+    }
+    path.write_text(text + "peft: {_target_: nemo_automodel.components._peft.lora.PeftConfig}\n")
+    job = Job.read(path, version="36044ad3")
+    assert job.lacks == ("Automodel's own experts beside adapters",)

@@ -1,0 +1,142 @@
+"""Layers of Mamba: their values against the recurrence and against transformers, and what they keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from memlab.analysis.kept import kept_by_module
+from memlab.config.architectures import ARCHITECTURES, Architecture
+from memlab.config.layout import Layout
+from memlab.config.parts.mamba import Mamba
+from memlab.config.settings import MemorySettings
+from memlab.config.versions import Versions
+from memlab.engines.megatron.layers.scan import GroupedNorm, Sizes, SplitConvScan, scan
+from memlab.lab.lab import Lab
+
+TINY = ARCHITECTURES["nemotron-h-tiny"]
+SIZES = Sizes(heads=4, channels=6, groups=2, states=5, chunk=8)
+
+
+def _inputs(tokens: int) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    columns = SIZES.width + SIZES.convolved + SIZES.heads
+    shapes = (
+        (2, tokens, columns),
+        (SIZES.convolved, 4),
+        (SIZES.convolved,),
+        (SIZES.heads,),
+        (SIZES.heads,),
+        (SIZES.heads,),
+    )
+    inputs = [torch.randn(shape) for shape in shapes]
+    inputs[4] = -inputs[4].exp()
+    return inputs
+
+
+def _token_by_token(
+    projected: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor, *others: torch.Tensor
+) -> torch.Tensor:
+    """Returns what a layer returns before its norm: the state of each head, carried from token to token."""
+    time_bias, decay, skip = others
+    batch, tokens, _ = projected.shape
+    heads, channels, groups, states, _ = SIZES
+    output = []
+    state = [torch.zeros(batch, channels, states) for _ in range(heads)]
+    for token in range(tokens):
+        convolved = bias.clone().expand(batch, -1)
+        for before in range(min(4, token + 1)):
+            row = projected[:, token - before, SIZES.width : SIZES.width + SIZES.convolved]
+            convolved = convolved + kernel[:, 3 - before] * row
+        convolved = convolved * torch.sigmoid(convolved)
+        values = convolved[:, : SIZES.width].view(batch, heads, channels)
+        written, read = convolved[:, SIZES.width :].view(batch, 2, groups, states).unbind(1)
+        for head in range(heads):
+            step = torch.log1p(torch.exp(projected[:, token, -heads + head] + time_bias[head]))
+            group = head // (heads // groups)
+            added = step[:, None, None] * values[:, head, :, None] * written[:, group, None, :]
+            state[head] = torch.exp(step * decay[head])[:, None, None] * state[head] + added
+        of_heads = [
+            (state[head] @ read[:, head // (heads // groups), :, None]).squeeze(-1) + skip[head] * values[:, head]
+            for head in range(heads)
+        ]
+        gate = projected[:, token, : SIZES.width]
+        output.append(torch.cat(of_heads, dim=-1) * gate * torch.sigmoid(gate))
+    return torch.stack(output, dim=1)
+
+
+def test_the_scan_and_its_gradients_are_those_of_the_recurrence() -> None:
+    inputs = [each.requires_grad_() for each in _inputs(11)]
+    copies = [each.detach().clone().requires_grad_() for each in inputs]
+    output = SplitConvScan.apply(*inputs, SIZES)
+    expected = _token_by_token(*copies)
+    torch.testing.assert_close(output, expected)
+    weight = torch.randn_like(output)
+    output.backward(weight)
+    expected.backward(weight)
+    for own, other in zip(inputs, copies, strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_later_tokens_change_nothing_before_them() -> None:
+    inputs = _inputs(11)
+    before, _ = scan(SIZES, *inputs)
+    inputs[0][:, 7:] += 1
+    after, _ = scan(SIZES, *inputs)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+
+
+def test_the_norm_and_its_gradients_are_those_of_each_group() -> None:
+    torch.manual_seed(0)
+    rows, weight, grad = (
+        torch.randn(5, 2, 12, requires_grad=True),
+        torch.randn(12, requires_grad=True),
+        torch.randn(5, 2, 12),
+    )
+    GroupedNorm.apply(rows, weight, 1e-5, 3).backward(grad)
+    own = rows.grad, weight.grad
+    rows.grad = weight.grad = None
+    groups = [torch.nn.functional.rms_norm(part, (4,), eps=1e-5) for part in rows.split(4, dim=-1)]
+    (torch.cat(groups, dim=-1) * weight).backward(grad)
+    torch.testing.assert_close(own, (rows.grad, weight.grad))
+
+
+@pytest.mark.parametrize("tokens", [64, 256])
+def test_a_layer_keeps_what_its_formula_says(tokens: int) -> None:
+    model = TINY.with_layers(1)
+    with Lab(model, num_layers=1, seq_length=tokens, backend="simulated") as lab:
+        kept = sum(kept_by_module(lab.step()).values())
+    assert kept == Mamba.of(model).kept_bytes(tokens, "none")
+
+
+@pytest.mark.parametrize(
+    ("fields", "layout", "words"),
+    [
+        ({"hybrid_override_pattern": "MM-*M"}, {}, "for each of 6 layers"),
+        ({"hybrid_override_pattern": "MM-*ME"}, {}, "only in a model with experts"),
+        ({"mamba_num_groups": 3}, {}, "must be a multiple of mamba_num_groups"),
+        ({}, {"tensor_model_parallel_size": 4}, "groups of Mamba"),
+        ({}, {"context_parallel_size": 2}, "does not predict of nemotron-h-tiny"),
+    ],
+)
+def test_what_cannot_be_is_refused(fields: dict[str, str], layout: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Lab(replace(TINY, **fields), seq_length=64, layout=Layout(**layout), backend="simulated")
+
+
+def test_full_recompute_does_what_the_version_of_megatron_core_does() -> None:
+    full = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    peaks = {}
+    for core in ("0.16", "0.19"):
+        with Lab(TINY, seq_length=256, backend="simulated", versions=Versions(megatron_core=core)) as lab:
+            none, all_layers = lab.step(), lab.step(full)
+        peaks[core] = none.activation_peak_bytes, all_layers.activation_peak_bytes
+        assert ("recompute_granularity" in all_layers.without_effect) == (core == "0.16")
+    assert peaks["0.16"][0] == peaks["0.16"][1] == peaks["0.19"][0] > peaks["0.19"][1]
+
+
+def test_an_architecture_is_equal_to_itself_read_again() -> None:
+    assert isinstance(TINY, Architecture) and TINY.parts_of(0) == (Mamba.of(TINY),)
+    assert [type(part).__name__ for part in TINY.parts] == ["Mamba", "GroupedQueryAttention", "Dense"]
