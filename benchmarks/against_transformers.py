@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from memlab import Lab
 from memlab.config.architectures import ARCHITECTURES, Architecture
+from memlab.config.parts.gdn import GatedDeltaNet
 from tests.unit.inside import inside
 
 TOKENS = 64
@@ -51,9 +52,10 @@ def transformers_config(model: Architecture) -> Any:
         sizes |= latent_sizes(model)
     if model.experimental_attention_variant is not None:
         sizes |= {name: getattr(model, name) for name in _OF_DELTA_NET}
-        kinds = ("linear_attention" if model.kind_of_layer(layer).has_linear_attention else "full_attention"
-                 for layer in range(model.num_layers))  # fmt: skip
-        sizes["layer_types"] = [*kinds]
+        layers = range(model.num_layers)
+        sizes["layer_types"] = [
+            "linear_attention" if is_delta_net(model, each) else "full_attention" for each in layers
+        ]
     family = "deepseek_v3" if model.family == "kimi_k2" else model.family
     return AutoConfig.for_model(family, **sizes, **windows)
 
@@ -63,6 +65,11 @@ _OF_DELTA_NET = (
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
 _OF_QWEN = dict.fromkeys(("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"), "num_experts")
+
+
+def is_delta_net(model: Architecture, layer: int) -> bool:
+    """Whether a layer has gated delta net in the place of attention."""
+    return isinstance(model.parts_of(layer)[0], GatedDeltaNet)
 
 
 def routing_sizes(model: Architecture) -> dict[str, Any]:
@@ -104,9 +111,8 @@ def megatron_weights(state: dict[str, torch.Tensor], model: Architecture) -> dic
     weights["output_layer.weight"] = state["lm_head.weight"]
     for layer in range(model.num_layers):
         of, to = f"model.layers.{layer}.", f"decoder.layers.{layer}."
-        is_linear = model.kind_of_layer(layer).has_linear_attention
         attention = latent_weights if model.multi_latent_attention else attention_weights
-        attention = delta_net_weights if is_linear else attention
+        attention = delta_net_weights if is_delta_net(model, layer) else attention
         weights |= {f"{to}{name}": weight for name, weight in attention(state, model, of).items()}
         routes = model.num_routing([layer]) > 0
         feed_forward = expert_weights(state, model, of) if routes else dense_weights(state, of)

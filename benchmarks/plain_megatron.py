@@ -296,7 +296,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
         backend="simulated",
     ) as lab:
         if not job["ranks"][rank].get("first_uses"):
-            inside(lab).model.labels.on_timing = None  # a job before it in its process has had the kernels timed
+            inside(lab).model.labels.skip_first_calls()
         return lab.step(MemorySettings(**job["settings"]))
 
 

@@ -153,6 +153,8 @@ class CompiledAllocator:
         num_bytes, reserved, used = results[:number].T
         if self.log is not None:
             self.log.frombytes(np.stack([used, *table[:number, 1:].T], axis=1).tobytes())
+        if (reserved == before).all():  # most tables need nothing of the device
+            return Served(num_bytes.copy(), [])
         changes = np.diff(reserved, prepend=before)
         places = np.flatnonzero(changes)
         return Served(num_bytes.copy(), list(zip(places.tolist(), changes[places].tolist(), strict=True)))

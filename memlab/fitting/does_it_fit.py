@@ -92,8 +92,8 @@ class Fit:
     """The verdict if torch's allocator has expandable segments; None unless only fragmentation prevents the step
     without them."""
     certain_bytes: int | None = None
-    """What torch has to be able to reserve so that the step is sure to complete, where that decides: where even the
-    upper end of the peak is within the limit (`needs_whole_reserve`)."""
+    """What torch has to be able to reserve so that the step is sure to complete, where that is more than its peak
+    (`needs_whole_reserve`), and even the upper end of the peak is within the limit."""
     alternatives: tuple[Alternative, ...] = ()
     """Settings that fit where the step does not, one addition each: by recomputed FLOPs, then by bytes transferred. A
     forward-only pass has none: they are about what is kept for backward."""
@@ -138,6 +138,8 @@ class Fit:
                 f"; the step is sure to complete with {format_bytes(self.certain_bytes)}, which is all that torch "
                 "reserves without a limit, and what measured steps needed more"
             )
+            if self.verdict == "fits":
+                margin += f": {format_bytes(self.limit_bytes - self.certain_bytes)} to spare even so"
         if self.verdict_with_most_outside == self.verdict:
             return f"{self.verdict} {size} minus about {outside} outside torch{margin}; based on {self.basis}"
         most = f"{self.verdict_with_most_outside} if they take {format_bytes(self.most_outside_torch_bytes)}"
@@ -189,6 +191,8 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
     margin = measured_margin(scenario)
     routing = f" with {scenario.routing} routing" if scenario.architecture.routes else ""
     needed = f"{margin.steps} needed up to {margin.share:.1%} more than predicted (rounded up)"
+    if scenario.architecture.routes and scenario.layout.expert_model_parallel_size > 1:
+        needed += ", depending on their routers"
     if needs_whole_reserve(scenario):
         needed += '; with several micro-batches, "fits" includes all that torch reserves without a limit'
     kept = '; "fits" includes all that torch may keep of FP8 gathers' if keeps_fp8_gathers(scenario) else ""
@@ -251,7 +255,7 @@ def judge_fit(
         verdict=verdict,
         verdict_with_most_outside=with_most,
         basis=basis_of(record.scenario, record.backend, is_measured=is_measured),
-        certain_bytes=_certain_bytes(record, peak, limit_bytes) if verdict == "may fit" else None,
+        certain_bytes=_certain_bytes(record, peak, limit_bytes) if verdict != "does not fit" else None,
     )
     fitting: list[Alternative] = []
     try:
@@ -263,12 +267,12 @@ def judge_fit(
 
 
 def _certain_bytes(record: StepRecord, peak: PeakRange, limit_bytes: int) -> int | None:
-    """Returns with which limit the step is sure to complete; None unless that is what decides within this limit."""
+    """Returns with which limit the step is sure to complete; None unless its upper end is within this limit."""
     if not (peak.is_predicted and _needs_whole_reserve(record)) or peak.may_be_higher or peak.may_be_lower:
         return None
     reserved = _most_reserved_bytes(record) + peak.more_bytes
     certain = round(reserved * (1 + measured_margin(record.scenario).share))
-    return certain if peak.upper_bytes <= limit_bytes < certain else None
+    return certain if peak.upper_bytes <= limit_bytes else None
 
 
 def _needs_whole_reserve(record: StepRecord) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, copied, kept_bytes, parameters_of_rank
+from memlab.config.parts.gdn import GatedDeltaNet
 from memlab.config.parts.part import FeedForward, Weight
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -321,6 +322,22 @@ def _layer_graphs_bytes(scenario: Scenario) -> int:
     return passes * (kept + inputs) + temporaries + gradients + 4 * 32 * 2**20
 
 
+def _newer_delta_net_bytes(scenario: Scenario) -> int | None:
+    """Returns what Megatron-Core 0.16's gated delta net keeps at most beside 0.18's (``ssm/gated_delta_net.py``).
+
+    It keeps the convolution's output before its activation, and time steps and decays in fp32, in each layer in flight.
+    One layer at a time has three more tensors of the convolution in backward.
+    """
+    model, ranks = scenario.architecture, scenario.layout.tensor_model_parallel_size
+    part = next((part for part in model.parts if isinstance(part, GatedDeltaNet)), None)
+    if part is None:
+        return None
+    tokens = scenario.micro_batch_size * scenario.seq_length // ranks
+    layers = model.kinds_of(scenario.layers_of_rank)[part] * scenario.most_passes_in_flight
+    kept = 2 * part.convolved_width + 8 * part.linear_num_value_heads
+    return tokens * (layers * kept + 3 * 2 * part.convolved_width)
+
+
 def _whole_embedding_bytes(scenario: Scenario) -> int:
     """Returns what a view of whole rows keeps beyond the rank's part of them, for each pass in flight.
 
@@ -336,6 +353,7 @@ _OTHER_PARTS = tuple(part for part in PARTS_OF_MULTIMODAL_MODELS if part not in 
 
 BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
     "deterministic_mode": _deterministic_bytes,
+    "experimental_attention_variant": _newer_delta_net_bytes,
     "moe_router_topk_limited_devices": _router_tensors_bytes(0.25, 2.5),
     "moe_input_jitter_eps": _jitter_bytes,
     "reduce_scatter_with_fp32_accumulation": _exchanged_gradient_bytes,

@@ -376,16 +376,21 @@ def _complete_exchange(reading: Reading, layout: Layout) -> None:
 
 def _note_gated_delta_net(reading: Reading) -> None:
     """Names what Megatron-Core does since 0.18 (``ssm/gated_delta_net.py``), where memlab has 0.16's code."""
-    values, key = reading.values, "experimental_attention_variant"
+    values = reading.values
     reading.miss(
-        key,
-        "either",
-        "gated delta net is predicted as Megatron-Core 0.16 and 0.17 compute it: since 0.18 its convolution keeps no "
-        "input of an activation, which is up to 4 bytes less for each of its channels and tokens",
+        "experimental_attention_variant",
+        "less",
+        "gated delta net is predicted as Megatron-Core 0.16 and 0.17 compute it; since 0.18 its convolution and gates "
+        "are kernels that keep less",
     )
     if values.get("packed_sequences") is not None:
         values["packed_sequences"] = None
-        reading.miss(key, "either", "the sequences of a packed row are predicted as one, since 0.16 packs none there")
+        reading.miss(
+            "linear_attention_freq",
+            "more",
+            "the sequences of a packed row are predicted as one, since Megatron-Core 0.16 packs none with gated delta "
+            "net; each sequence has states of its own",
+        )
 
 
 def _note_latent_attention(reading: Reading, architecture: Architecture) -> None:

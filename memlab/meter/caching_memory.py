@@ -18,7 +18,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.meter.allocations import Allocation, Opening, StorageAllocation
 from memlab.meter.events import EventLog
 from memlab.meter.kept_gathers import KeptGathers
-from memlab.meter.labels import Labels
+from memlab.meter.labels import Labels, Product
 from memlab.meter.late_frees import LateFrees
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
@@ -51,6 +51,9 @@ class CachingMemory:
         self._waiting_blocks: list[int] = []
         self._pinned = PinnedMemory()
         self._limit_bytes: int | None = None
+        self._waiting: dict[Product, list[StorageAllocation]] = {}
+        """What is allocated at the first matrix product of a kind (`memlab.meter.labels.allocated_at_first`)."""
+        self._has_stepped = False
 
     @property
     def reserved_bytes(self) -> int:
@@ -88,6 +91,10 @@ class CachingMemory:
             self.pin(allocation, num_bytes)
         if allocation.pool != _DEVICE or not num_bytes:
             return num_bytes
+        if self._labels.awaited_product is not None:
+            self._waiting.setdefault(self._labels.awaited_product, []).append(allocation)
+            self._labels.on_product = self._place
+            return num_bytes
         self.is_special = self.is_special or stream != 0
         block = allocation.block = self.allocator.allocate(num_bytes, stream)
         if self._late is not None:
@@ -96,6 +103,22 @@ class CachingMemory:
         block_bytes = self.allocator.num_bytes(block)
         allocation.rounding_bytes = block_bytes - num_bytes
         return block_bytes
+
+    def _place(self, product: Product) -> None:
+        """Gives what waits for a kind of products its blocks; only what they add to the request is an event."""
+        waiting = self._waiting.get(product, [])
+        while waiting:
+            allocation = waiting[0]
+            counted = allocation.num_bytes
+            if counted:  # not freed meanwhile
+                self.require(counted)
+                self.put(allocation, self.allocator.allocate(counted, allocation.stream))
+                self._update_reserved()
+                self._log.note(allocation.num_bytes - counted, allocation)
+            waiting.pop(0)
+        self._waiting.pop(product, None)
+        if not self._waiting:
+            self._labels.on_product = None
 
     def pass_through(self, num_bytes: int) -> None:
         """Takes a block and gives it back at once, which leaves nothing but its segment.
@@ -157,6 +180,10 @@ class CachingMemory:
 
     def opening(self, live: list[StorageAllocation]) -> Opening:
         self.is_special = False
+        if self._waiting and self._has_stepped and self._limit_bytes is None:
+            for product in list(self._waiting):  # such as backward's, of passes without it: counted, they are there
+                self._place(product)
+        self._has_stepped = True
         self.gathers.begin()
         if self._late is not None:
             self._late.begin()
@@ -183,7 +210,8 @@ class CachingMemory:
             self.allocator.log = None  # it may have taken over from that of the beginning, with the log
 
     def remember(self, live: Callable[[], list[StorageAllocation]]) -> Callable[[], bool]:
-        return partial(self._restore, _Remembered.now(self.allocator.copy(), live()), live)
+        waiting = {product: list(allocations) for product, allocations in self._waiting.items()}
+        return partial(self._restore, _Remembered.now(self.allocator.copy(), live(), waiting), live)
 
     def _restore(self, remembered: _Remembered, find_live: Callable[[], list[StorageAllocation]]) -> bool:
         live = find_live()
@@ -200,7 +228,13 @@ class CachingMemory:
                 allocation.recomputed, allocation.step = former.recomputed, former.step
             if block != NO_BLOCK:
                 self.put(allocation, block)
-        self._log.device_bytes = sum(each.num_bytes for each in now if each.block != NO_BLOCK)
+            elif allocation.block != NO_BLOCK:  # its kind of products came after that moment
+                allocation.block, allocation.num_bytes = NO_BLOCK, allocation.requested_bytes
+                allocation.rounding_bytes = 0
+        self._waiting = {product: list(allocations) for product, allocations in remembered.waiting.items()}
+        self._labels.on_product = self._place if self._waiting else None
+        self._has_stepped = False
+        self._log.device_bytes = sum(each.num_bytes for each in now if each.pool == _DEVICE)
         return True
 
     def host_reserved_bytes(self) -> int:
@@ -264,11 +298,15 @@ class _Remembered(NamedTuple):
     requested_bytes: list[int]
     blocks: list[int]
     """Of the allocator, or `NO_BLOCK`."""
+    waiting: dict[Product, list[StorageAllocation]]
+    """As `CachingMemory` has them."""
 
     @classmethod
-    def now(cls, allocator: Allocator, live: list[StorageAllocation]) -> _Remembered:
+    def now(
+        cls, allocator: Allocator, live: list[StorageAllocation], waiting: dict[Product, list[StorageAllocation]]
+    ) -> _Remembered:
         """Reads sizes and blocks, which may be others later."""
-        return cls(allocator, live, [each.requested_bytes for each in live], [each.block for each in live])
+        return cls(allocator, live, [each.requested_bytes for each in live], [each.block for each in live], waiting)
 
     def among(self, live: list[StorageAllocation]) -> list[StorageAllocation] | None:
         """Returns what takes the place of each storage now: itself, or new host memory of its size.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, get_args
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -16,6 +17,11 @@ from torch.utils.hooks import RemovableHandle
 from memlab.meter.module_tracker import ModuleTracker
 from memlab.meter.stream_order import StreamOrder
 from memlab.vocabulary import CATEGORIES, PHASES, place_in_words
+
+Product = Literal["forward", "backward", "linear", "grouped linear"]
+"""Matrix products that have workspaces of their own: torch's, on the thread of forward and on that of backward, and
+Transformer Engine's, of linears and of grouped ones."""
+PRODUCTS: tuple[Product, ...] = get_args(Product)
 
 
 class Labels:
@@ -58,6 +64,10 @@ class Labels:
         """Called with the bytes that timing the variants of a kernel takes, where it takes some."""
         self.timed_kernels: set[Hashable] = set()
         """Those that have been called since the process began."""
+        self.awaited_product: Product | None = None
+        """A kind of matrix products, while new storages are workspaces that are allocated at the first of them."""
+        self.on_product: Callable[[Product], None] | None = None
+        """Called with the kind of each matrix product, as long as a workspace waits for one."""
         self.on_other_user: Callable[[torch.Tensor], None] | None = None
         """Called with the tensors that `used_by_another_stream` reports."""
         self.on_record_stream: Callable[[torch.Tensor, int], None] | None = None
@@ -100,6 +110,13 @@ class Labels:
         """Reports to the meter that a label has changed."""
         if self.on_change is not None:
             self.on_change()
+
+    def skip_first_calls(self) -> None:
+        """Makes the model that of a process in which others were: kernels are timed, and libraries have workspaces."""
+        self.on_timing = None
+        for product in PRODUCTS:
+            if self.on_product is not None:
+                self.on_product(product)
 
     @contextmanager
     def phase_of(self, name: str) -> Iterator[None]:
@@ -202,6 +219,33 @@ def timed_at_first_call(kernel: Hashable, num_bytes: int) -> None:
     if labels is not None and labels.on_timing is not None and kernel not in labels.timed_kernels:
         labels.timed_kernels.add(kernel)
         labels.on_timing(num_bytes)
+
+
+@contextmanager
+def allocated_at_first(product: Product | None) -> Iterator[None]:
+    """Runs the block with new storages that get their memory at the first matrix product of a kind.
+
+    They count as allocated from now on: a pass in which such a product comes first has the events of all others.
+
+    Args:
+        product: The kind, as `multiplies` reports it; None if they get their memory now.
+    """
+    labels = _active()
+    if labels is None:
+        yield
+        return
+    outer, labels.awaited_product = labels.awaited_product, product
+    try:
+        yield
+    finally:
+        labels.awaited_product = outer
+
+
+def multiplies(product: Product) -> None:
+    """Reports a matrix product of a kind, before what it computes is used."""
+    labels = _active()
+    if labels is not None and labels.on_product is not None:
+        labels.on_product(product)
 
 
 def is_labelling() -> bool:

@@ -51,11 +51,17 @@ class ObserveResults(EagerMode):
     Args:
         report: Called with an operation's results and arguments when it has returned.
         answer: Returns the results. A dispatch mode of its own would take as long again for each operation.
+        multiplied: Called after each matrix product has been reported, if it is given.
     """
 
-    def __init__(self, report: Callable[[Any, Any], None], answer: Answer = computed) -> None:
+    def __init__(
+        self,
+        report: Callable[[Any, Any], None],
+        answer: Answer = computed,
+        multiplied: Callable[[], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._report, self._answer = report, answer
+        self._report, self._answer, self._multiplied = report, answer, multiplied
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A wrapper, such as a DTensor, has no memory. What it does with its parts is seen if torch asks it next.
@@ -63,7 +69,17 @@ class ObserveResults(EagerMode):
             return NotImplemented
         results = self._answer(func, args, kwargs or {})
         self._report(results, args)
+        if self._multiplied is not None and id(func) in _PRODUCTS:
+            self._multiplied()
         return results
+
+
+_PRODUCTS = frozenset(
+    id(operation)
+    for name in ("mm", "addmm", "bmm", "baddbmm")
+    for operation in (getattr(torch.ops.aten, name).default, getattr(torch.ops.aten, name).out)
+)
+"""By the identity of the operation, because torch computes its hash in Python."""
 
 
 @contextmanager

@@ -84,7 +84,6 @@ class Recording:
     """The pools of the own roles at the end: what outlives a fused kernel moves from on chip to the device."""
 
     def __post_init__(self) -> None:
-        totals: dict[Role, int]
         self.on_device = np.flatnonzero(self.pool == _DEVICE)
         rows = zip(self.owner.tolist(), self.role.tolist(), self.requested_bytes.tolist(), strict=True)
         of_rows = list(rows)
@@ -94,9 +93,10 @@ class Recording:
         self.host_bytes, self.most_host_bytes = (int(host[-1]), int(host.max())) if len(host) else (0, 0)
         columns = (self.requested_bytes, self.pool, self.phase, self.category, self.module, self.owner, self.role)
         self.signature = b"".join(column.tobytes() for column in columns) + repr((self.births, self.num_spans)).encode()
-        self.totals = totals = {}
+        sums: dict[tuple[int, int], int] = {}
         for owner, role, size in of_rows:
-            totals[Role(owner, role)] = totals.get(Role(owner, role), 0) + size
+            sums[owner, role] = sums.get((owner, role), 0) + size
+        self.totals = totals = {Role(*role): total for role, total in sums.items()}
         self.freed = {role for role, total in totals.items() if role.owner != OWN and total < 0}
         self.live = [role.number for role, total in totals.items() if role.owner == OWN and total > 0]
         pools = zip(of_rows, self.pool.tolist(), strict=True)
@@ -142,7 +142,7 @@ def record(
     Returns:
         The recording and the allocations of its own roles; None if something happened that has no role.
     """
-    own: dict[int, int] = {}
+    own: dict[int, Role] = {}
     allocations: list[Allocation] = []
     births: list[Birth] = []
     rows = []
@@ -150,15 +150,15 @@ def record(
         if type(event) is not Event:
             return None
         _, delta, pool, allocation, phase, rounding, _ = event
-        if pool == _RESERVED:
+        if pool == _RESERVED or delta == rounding:  # the latter of a workspace, at the first product that needs it
             continue
         key = id(allocation)
         place = places.get(allocation.module)
         module = -1 - allocation.module if place is None else place
         role = known.get(key)
         if role is None:
-            number = own.get(key)
-            if number is None:
+            role = own.get(key)
+            if role is None:
                 is_unknown = delta < 0 or allocation.span < first_span
                 if is_unknown and ignores_unknown:
                     continue
@@ -166,11 +166,10 @@ def record(
                     return None
                 if allocation.stream and not other_streams:
                     return None
-                number = own[key] = len(births)
+                role = own[key] = Role(OWN, len(births))
                 allocations.append(allocation)
                 birth = (module, allocation.phase, allocation.span - first_span, allocation.recomputed)
                 births.append(Birth(pool, *birth, allocation.category, allocation.stream))
-            role = Role(OWN, number)
         if role.owner <= FORWARD:
             is_freed = allocation.freed_in_span is not None
             category = allocation.final_category if is_freed else category_of(allocation)
@@ -195,11 +194,11 @@ def freed_by(events: Iterable[Any], known: Mapping[int, Role]) -> list[tuple[int
         streams are those of offload, which differs between equal layers.
     """
     num_allocated, freed = 0, dict[Role, int]()
-    for _, delta, pool, allocation, *_ in events:
+    for _, delta, pool, allocation, _, rounding, _ in events:
         role = known.get(id(allocation))
         if delta < 0 and role is not None:
             freed[role] = num_allocated
-        elif delta > 0 and pool != _RESERVED:
+        elif delta > rounding and pool != _RESERVED:
             num_allocated += allocation.stream == 0
             if role is not None:  # emptied before, and filled again
                 freed.pop(role, None)
@@ -282,17 +281,17 @@ class Replay:
         recording = self.recording
         n, rows = len(self.num_bytes), self.num_rows  # fewer than recorded if memory ran out
         self.number = next_number
-        delta = recording.requested_bytes[:rows].copy()
-        on_device = recording.on_device[:n]
-        requested = delta[on_device]
-        delta[on_device] = np.sign(requested) * self.num_bytes
-        rounding = delta - recording.requested_bytes[:rows]
-        owner, role = recording.owner[:rows], recording.role[:rows]
-        module = recording.module[:rows]
-        outside = module < 0
-        module = np.where(outside, -1 - module, self.modules[np.where(outside, 0, module)])
-        number = role + next_number
-        category = recording.category[:rows].copy()
+        columns = np.empty((8, rows), dtype=np.int64)
+        ns, delta, pool, category, phase, module, number, rounding = columns
+        ns[:] = np.linspace(self.started, self.ended, rows)
+        requested, on_device = recording.requested_bytes[:rows], recording.on_device[:n]
+        delta[:] = requested
+        delta[on_device] = np.sign(requested[on_device]) * self.num_bytes
+        rounding[:] = delta - requested
+        pool[:], phase[:], category[:] = recording.pool[:rows], recording.phase[:rows], recording.category[:rows]
+        owner, role, place = recording.owner[:rows], recording.role[:rows], recording.module[:rows]
+        module[:] = np.where(place < 0, -1 - place, self.modules.take(place, mode="clip"))
+        number[:] = role + next_number
         if self.forward is not None:
             of_forward = owner == FORWARD
             number[of_forward] = role[of_forward] + self.forward.number
@@ -316,10 +315,6 @@ class Replay:
             else:
                 number[row], module[row] = numbers[id(other)], other.module
                 category[row] = other.final_category
-        ns = np.linspace(self.started, self.ended, rows).astype(np.int64)
-        columns = np.stack(
-            [ns, delta, recording.pool[:rows], category, recording.phase[:rows], module, number, rounding]
-        )
         if self.reserved:
             places = [place for place, _ in self.reserved]
             changes = [change for _, change in self.reserved]

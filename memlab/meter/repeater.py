@@ -19,7 +19,7 @@ from memlab.meter.events import EventLog
 from memlab.meter.finished_step import FinishedStep, Found
 from memlab.meter.labels import Labels
 from memlab.meter.recording import FORWARD, Recording, Replay, Role, freed_by, record
-from memlab.meter.repetition import Inserted, Period, is_live, repeat
+from memlab.meter.repetition import Inserted, Period, is_live, repeat, repeated_period
 from memlab.meter.storages import Storages
 from memlab.record.timeline import Timeline
 from memlab.vocabulary import POOLS
@@ -112,6 +112,9 @@ class Repeater:
         if self.memory.is_special or self._num_rows(*positions[-3:-1]) != self._num_rows(*positions[-2:]):
             return False
         columns, numbers, ends = self.log.columns(positions)
+        period = repeated_period(columns, ends)
+        if period is None:
+            return False
         objects = {numbers[id(each)]: each for each in self.storages.live.values() if id(each) in numbers}
         live = set(np.flatnonzero(is_live(columns, ends[-1][1])).tolist())
         waiting = [each for each in self._replayed_passes() if not each.is_over]
@@ -122,7 +125,7 @@ class Repeater:
         count = ends[-1][1] + times * (ends[-1][1] - ends[-2][1])
         blocks, allocator = _blocks_of(count, objects, of_passes), self.memory.trial(num_operations)
         opening, limit_bytes = self.log.opening, self.memory.limit_bytes
-        done = repeat(columns, ends, times, allocator, blocks, limit_bytes, len(opening))
+        done = repeat(period, columns, ends, times, allocator, blocks, limit_bytes, len(opening))
         if done is None:
             return False
         objects = {done.moved.get(number, number): each for number, each in objects.items()}

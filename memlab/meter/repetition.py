@@ -205,7 +205,16 @@ class Repetition(NamedTuple):
     categories: npt.NDArray[np.int64]
 
 
+def repeated_period(columns: Columns, ends: Sequence[tuple[int, int]]) -> Period | None:
+    """Returns the last period, if it had the events of the one before; for the arguments see `repeat`."""
+    bases = [count for _, count in ends]
+    (first, _), (middle, _), (last, _) = ends[-3:]
+    before, period = Period(columns[:, first:middle], bases[:-2]), Period(columns[:, middle:last], bases[:-1])
+    return period if before == period else None
+
+
 def repeat(
+    period: Period,
     columns: Columns,
     ends: Sequence[tuple[int, int]],
     times: int,
@@ -214,11 +223,12 @@ def repeat(
     limit_bytes: int | None,
     num_opening_events: int,
 ) -> Repetition | None:
-    """Inserts repetitions of the last period, if it had the events of the one before and left what it found.
+    """Inserts repetitions of the last period, if it left what it found.
 
     Once the allocator is in a state that it has been in after an earlier repetition, its answers repeat too.
 
     Args:
+        period: As `repeated_period` returns it.
         columns: The step's rows so far, opening events included.
         ends: Where periods begin, the last one now: rows before, and storages before.
         times: How many.
@@ -231,10 +241,7 @@ def repeat(
         The repetitions; None if it is not known that the period repeats, or if a request exceeds the limit.
     """
     bases = [count for _, count in ends]
-    (first, _), (middle, start), (last, count) = ends[-3:]
-    before, period = Period(columns[:, first:middle], bases[:-2]), Period(columns[:, middle:last], bases[:-1])
-    if before != period:
-        return None
+    (middle, start), (last, count) = ends[-2:]
     live = is_live(columns, count)
     of_now, of_start = _places(live, bases), _places(is_live(columns[:, :middle], start), bases[:-1])
     places = sorted(of_now & of_start)

@@ -21,7 +21,9 @@ from memlab.record.device_bytes import DeviceBytes
 from memlab.record.out_of_memory import FailedAllocation
 from memlab.record.timeline import Timeline
 from memlab.upstream.patching import patched
-from memlab.vocabulary import POOLS
+from memlab.vocabulary import PHASES, POOLS
+
+_BACKWARD = PHASES.index("backward")
 
 _DEVICE = POOLS.index("device")
 
@@ -172,4 +174,12 @@ def simulated_meter(labels: Labels, answer: Answer = computed) -> StorageMeter:
     labels.on_record_stream = lambda tensor, stream: memory.record_stream(storages.allocation_of(tensor), stream)
     labels.on_other_user = lambda tensor: memory.keep_in_graph(storages.allocation_of(tensor))
     repeater = Repeater(labels, log, memory, storages)
-    return StorageMeter(labels, storages, lambda: ObserveResults(storages.after_operation, answer), repeater)
+
+    def multiplied() -> None:
+        if labels.on_product is not None and not labels.fused_depth:
+            labels.on_product("backward" if labels.phase == _BACKWARD else "forward")
+
+    def observed() -> ObserveResults:
+        return ObserveResults(storages.after_operation, answer, multiplied)
+
+    return StorageMeter(labels, storages, observed, repeater)

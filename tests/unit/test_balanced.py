@@ -181,7 +181,7 @@ def test_a_search_on_engines_finds_what_one_process_finds_even_if_an_engine_is_k
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scenario = Scenario.of(architecture="qwen3-moe-tiny", num_layers=1, seq_length=32)
-    options = {"limit_bytes": 512 * MIB, "resolution_bytes": 1, "max_steps": 8}
+    options = {"limit_bytes": 768 * MIB, "resolution_bytes": 1, "max_steps": 8}
     with open_workers(1) as workers:
         alone = front_of(MemorySettings(), [scenario], workers, **options)
     lines: list[str] = []

@@ -89,6 +89,10 @@ def read(tmp_path: Path, command: str) -> Job:
             SWIFT.replace("Qwen/Qwen3-8B", "moonshotai/Moonlight-16B-A3B-Instruct"),
             LoRA(rank=8, dropout=0.05, target_modules=(*LINEARS, *LATENT), **OF_SWIFT),
         ),
+        (
+            f"{SWIFT.replace('Qwen/Qwen3-8B', 'moonshotai/Moonlight-16B-A3B')}{SPLIT}",
+            LoRA(rank=8, dropout=0.05, target_modules=(*LINEARS, *LATENT), **OF_SWIFT),
+        ),
         (SWIFT.replace("lora", "full"), None),
         (f"{RECIPE.replace('peft_1gpu', 'sft_4gpu').replace('node=1', 'node=4')}peft_scheme=lora", None),
     ],
@@ -119,11 +123,6 @@ def test_adapters_are_read_with_the_framework_s_defaults(command: str, lora: LoR
             "no adapters of parts of linears, which only the canonical form of Megatron-Bridge has",
         ),
         (f"{RECIPE}peft.experts_shared_outer_loras=true", "peft", "no half of an adapter that experts share"),
-        (
-            f"{SWIFT.replace('Qwen/Qwen3-8B', 'moonshotai/Moonlight-16B-A3B')}{SPLIT}",
-            "tuner_type",
-            "no adapters of latent attention across ranks",
-        ),
         (f"{SWIFT}--expert_tensor_parallel_size 2", "tuner_type", "of ms-swift under expert tensor parallelism"),
         (f"{SWIFT}--target_modules all-linear all-router", "tuner_type", "no adapters of other linears"),
         (SWIFT.replace("lora", "longlora"), "tuner_type", "no adapters of the kind longlora"),

@@ -9,6 +9,7 @@ from memlab import Lab
 from memlab.backends.kernel_temporaries import bytes_of_sum
 from memlab.engines.megatron.layers import attention_workspace
 from memlab.engines.megatron.layers.norm_workspace import bytes_of_workspace
+from memlab.meter.labels import Product
 from tests.unit.inside import inside
 
 pytestmark = pytest.mark.versions
@@ -98,3 +99,28 @@ def test_the_first_pass_of_experts_leaves_triton_s_buffer_in_the_cache() -> None
         with inside(lab).model.job_context():
             assert inside(lab).model.start_over()
         assert not labels.timed_kernels, "a model that starts over is that of a new process"
+
+
+def test_a_library_gets_its_workspace_at_its_first_product() -> None:
+    """In the order that stacks of an H200's memory showed; a replayed or later pass asks for none."""
+    with Lab("qwen3-moe-tiny", num_layers=8, num_microbatches=2, backend="simulated") as lab:
+        labels = inside(lab).model.labels
+        assert labels.on_product is not None
+        place, came = labels.on_product, list[str]()
+
+        def on_product(product: Product) -> None:
+            came.append(product)
+            place(product)
+
+        labels.on_product = on_product
+        first = lab.step(warm_up=False)
+        assert list(dict.fromkeys(came)) == ["linear", "forward", "grouped linear", "backward"]
+        assert labels.on_product is None, "each library has its workspaces"
+        lab.step(warm_up=False)
+        assert labels.on_product is None
+        with inside(lab).model.job_context():
+            assert inside(lab).model.start_over()
+        assert labels.on_product is not None, "a model that starts over is that of a new process"
+        again = lab.step(warm_up=False)
+    assert again.peak_allocated_bytes == first.peak_allocated_bytes
+    assert again.peak_reserved_bytes == first.peak_reserved_bytes

@@ -374,6 +374,17 @@ def test_a_predicted_step_has_the_biases_of_experts_in_fp8_of_the_measured_one(n
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1.2e-4)
 
 
+@MEASURED_WITH_OLD_CORE
+def test_the_first_job_of_a_process_reserves_what_it_reserved_on_an_h200() -> None:
+    """It has Triton's kernels timed, and cuBLAS and Transformer Engine get each workspace at its first product."""
+    rows = map(json.loads, (RESULTS / "h200_plain_megatron_lora_first.jsonl").read_text().splitlines())
+    job = next(row for row in rows if row["name"] == "qwen3-30b-a3b 2 layers one rank x1 lora_rank=64")
+    measured, predicted = job["ranks"][0]["steps"][-1], predict_rank(job, 0)
+    assert predicted.peak_reserved_bytes == measured["peak_reserved_bytes"]
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-6)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=2e-6)
+
+
 OF_MAMBA = [json.loads(row) for row in (RESULTS / "h200_plain_megatron_mamba.jsonl").read_text().splitlines()]
 
 
@@ -405,7 +416,7 @@ MEASURED = {
     ("name", "error"),
     [
         ("moonlight-16b-a3b 3 layers one rank x1 num_moe_experts=16", 2e-4),
-        ("deepseek-v2-lite 4 layers PP2 x4 num_moe_experts=16 deallocate_pipeline_outputs=True", 1e-4),
+        ("deepseek-v2-lite 4 layers PP2 x4 num_moe_experts=16 deallocate_pipeline_outputs=True", 1.1e-4),
         (
             "qwen1.5-moe-a2.7b 2 layers one rank x1 recompute_granularity=selective recompute_modules=shared_experts",
             1e-5,

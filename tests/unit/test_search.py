@@ -448,11 +448,12 @@ def test_a_verdict_names_the_reserved_bytes_where_they_decide() -> None:
         (GIB + 1, "may fit", False),
         (GIB + 50 * MIB, "may fit", True),
         (certain - 1, "may fit", True),
-        (certain + 2, "fits", False),
+        (certain + 2 * MIB, "fits", True),
     ):
         fit = judge_fit(record, steps, limit_bytes + outside)
         assert (fit.verdict, fit.certain_bytes == certain) == (verdict, decides), limit_bytes
         assert (f"sure to complete with {format_bytes(certain)}" in str(fit)) == decides
+        assert (f"needed more: {format_bytes(2 * MIB)} to spare even so" in str(fit)) == (verdict == "fits")
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", "mxfp8"])

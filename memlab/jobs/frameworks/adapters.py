@@ -93,9 +93,6 @@ def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> 
     known = ("*", *LINEARS, *OF_LATENT_ATTENTION, *CANONICAL, JOINING, OUTPUT_LAYER)
     if targets is not None and not all(str(name).endswith(known) for name in targets):
         reasons.append("adapters of other linears")
-    is_split = (values.get("tensor_model_parallel_size") or 1) > 1
-    if is_split and any(str(name).endswith(OF_LATENT_ATTENTION) for name in targets or ()):
-        reasons.append("adapters of latent attention across ranks")
     if values.get("fp8_param_gather") and values.get("fp8_recipe") == "mxfp8":
         reasons.append("adapters beside MXFP8 parameters")
     if values.get("fp8_format") and values.get("lora_share_expert_adapters") is False:

@@ -34,7 +34,7 @@ from memlab.engines.megatron.layers.torch_layers import (
 )
 from memlab.engines.megatron.layers.weight_gradients import empty_weight_gradient
 from memlab.engines.megatron.megatron_versions import grouped_experts
-from memlab.meter.labels import keeping, kept_by_collective
+from memlab.meter.labels import keeping, kept_by_collective, multiplies
 
 
 class FakeFp8Provider(FakeProvider):
@@ -228,6 +228,7 @@ class _Linear(torch.autograd.Function):
         entered, _ = _entered(layer, quantized, rows, width, in_buffer=split.overlap.gathers)
         _held = layer.quantize_weight(columnwise=(is_training and inputs.requires_grad) or _asks_for_columns(layer))
         shape = *_entered_shape(inputs, split), weight.shape[0]
+        multiplies("linear")
         output = split.leave(lambda: inputs.new_empty(shape), inputs, shape)
         del entered
         if is_training:
@@ -298,6 +299,7 @@ class _NormLinear(torch.autograd.Function):
             in_buffer = split.overlap.gathers and is_training and returned is None
             entered, _ = _entered(layer, normalised, rows, width, in_buffer=in_buffer)
         _held = layer.quantize_weight(columnwise=is_training)
+        multiplies("linear")
         output = inputs.new_empty((*_entered_shape(inputs, split), weight.shape[0]))
         del entered
         if is_training:
@@ -376,6 +378,7 @@ class _GroupedLinear(torch.autograd.Function):
         quantized = layer.recipe.quantize_rows(splits, inputs.shape[1], columnwise=is_trained and not saves_inputs)
         _held = layer.quantize_weight(columnwise=(is_training and inputs.requires_grad) or _asks_for_columns(layer))
         output = inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
+        multiplies("grouped linear")
         if is_training:
             quantized.rowwise = []
             saved = Quantized() if saves_inputs or not is_trained else quantized

@@ -14,6 +14,7 @@ import torch
 from memlab.engines.megatron.layers.torch_layers import TorchGroupedLinear, TorchProvider
 from memlab.engines.megatron.layers.weight_gradients import empty_weight_gradient
 from memlab.engines.megatron.megatron_versions import grouped_experts
+from memlab.meter.labels import multiplies
 
 
 class FakeProvider(TorchProvider):
@@ -50,7 +51,9 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(ctx: Any, inputs: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(inputs if weights[0].requires_grad else None, *weights)
         ctx.shape, ctx.parameters = inputs.shape, weights
-        return inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
+        output = inputs.new_empty((inputs.shape[0], weights[0].shape[0]))
+        multiplies("grouped linear")
+        return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:

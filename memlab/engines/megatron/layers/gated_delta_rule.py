@@ -223,12 +223,16 @@ def apply_gated_norm(layer: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.T
 
 
 def apply_output_gate(layer: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """Replaces ``Attention._apply_output_gate``, which torch compiles."""
-    return gated(x, gate.contiguous().view(*x.shape), torch.sigmoid)
+    """Replaces ``Attention._apply_output_gate``, which torch compiles.
+
+    The gate may be a slice of linear_qkv's output, where a rank has one head of keys: its kernel copies nothing, and
+    backward keeps the whole output (an H200, torch 2.11).
+    """
+    return gated(x, gate, torch.sigmoid)
 
 
 def gated(inputs: torch.Tensor, gate: torch.Tensor, activation: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Multiplies by an activated gate in fp32, in one kernel that saves both."""
+    """Multiplies by an activated gate in fp32, in one kernel that saves both; the gate may have another shape."""
     result: torch.Tensor = _Gated.apply(inputs, gate, activation)
     return result
 
@@ -250,18 +254,18 @@ class _Gated(torch.autograd.Function):
 
 @one_kernel()
 def _gate(inputs: torch.Tensor, gate: torch.Tensor, activation: Callable[..., torch.Tensor]) -> torch.Tensor:
-    return (inputs * activation(gate.float())).to(inputs.dtype)
+    return (inputs * activation(gate.float().reshape(inputs.shape))).to(inputs.dtype)
 
 
 @one_kernel()
 def _gate_backward(
     grad: torch.Tensor, inputs: torch.Tensor, gate: torch.Tensor, activation: Callable[..., torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    exact = gate.float().detach().requires_grad_()
+    exact = gate.float().reshape(inputs.shape).detach().requires_grad_()
     with torch.enable_grad():
         factor = activation(exact)
     (of_gate,) = torch.autograd.grad(factor, exact, grad.float() * inputs.float())
-    return (grad * factor.detach()).to(inputs.dtype), of_gate.to(gate.dtype)
+    return (grad * factor.detach()).to(inputs.dtype), of_gate.to(gate.dtype).view(gate.shape)
 
 
 def _time(kernel: str, *tensors: torch.Tensor) -> None:

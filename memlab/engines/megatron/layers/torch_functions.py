@@ -15,7 +15,7 @@ from memlab.engines.megatron.layers.qkv_layout import in_known_layout
 from memlab.engines.megatron.layers.tensor_parallel import WHOLE, Split
 from memlab.engines.megatron.layers.weight_gradients import weight_gradient
 from memlab.engines.megatron.packed_sequences import lengths_of
-from memlab.meter.labels import one_kernel
+from memlab.meter.labels import multiplies, one_kernel
 
 
 class Norm(torch.autograd.Function):
@@ -500,7 +500,12 @@ def _padded(tensor: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 
 def _matmul(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    product = _flat(inputs) @ weight if bias is None else torch.addmm(bias, _flat(inputs), weight)
+    rows = _flat(inputs)
+    if rows.is_meta:  # not torch's own product, whose library has other workspaces
+        multiplies("linear")
+        product = rows.new_empty(len(rows), weight.shape[1])
+    else:
+        product = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
     return product.view(*inputs.shape[:-1], weight.shape[1])
 
 

@@ -25,8 +25,8 @@ def set_fusion(weight: torch.nn.Parameter, config: TransformerConfig) -> None:
 
 def weight_gradient(weight: Any, grad: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
     """Returns ``grad.T @ inputs``; of a fused weight the unused gradient, after the product is in the buffer."""
-    if not weight.fuse_wgrad_accumulation:
-        return grad.T @ inputs
+    if not weight.fuse_wgrad_accumulation:  # without values not torch's own product, whose library has other workspaces
+        return grad.new_empty(weight.shape) if grad.is_meta else grad.T @ inputs
     _add_product(inputs, grad, weight.main_grad)
     return _unused_gradient_of(weight)
 

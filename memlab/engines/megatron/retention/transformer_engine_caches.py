@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Literal
 
 import torch
 
-from memlab.config.cublas import CUBLAS_THREADS, CUBLAS_WORKSPACE_BYTES
+from memlab.config.cublas import CUBLAS_WORKSPACE_BYTES
+from memlab.meter.labels import Product, allocated_at_first
 
 _PACKAGE = "transformer_engine.pytorch"
 
@@ -24,6 +25,9 @@ TE_USER_BUFFER_STREAMS = 3
 """Parts of the one workspace of products with user buffers (``_NUM_MAX_UB_STREAMS``, ``cpp_extensions/gemm.py``)."""
 TE_GROUPED_GEMM_STREAMS = 4
 """Streams of a grouped matrix product, with a workspace each (``get_num_compute_streams``, ``module/base.py``)."""
+
+Library = Literal["torch", "transformer_engine"]
+LIBRARIES: tuple[Library, ...] = ("torch", "transformer_engine")
 
 _simulated_workspaces: list[torch.Tensor] = []
 simulated_causal_masks: dict[int, torch.Tensor] = {}
@@ -117,8 +121,12 @@ def hold_fake_workspaces(
     grouped: bool = False,
     gates_beside: bool = False,
     overlapped: bool = False,
+    before: Collection[Library] = (),
 ) -> None:
-    """Allocates on a simulated GPU what cuBLAS and Transformer Engine allocate on a Hopper GPU.
+    """Holds on a simulated GPU what cuBLAS and Transformer Engine allocate on a Hopper GPU at their first products.
+
+    Transformer Engine has one workspace for all linears (``get_cublas_workspace``, ``cpp_extensions/gemm.py``, 2.12.0
+    and 2.16.1), torch one for each thread and stream. So stacks of what an H200 had allocated said, too.
 
     Args:
         cublas: Whether torch itself multiplies matrices (`multiplies_with_torch`).
@@ -127,12 +135,21 @@ def hold_fake_workspaces(
         gates_beside: Whether torch multiplies gates of shared experts on a stream of its own. Measured on an H200
             (torch 2.11): four workspaces more. It is not known of which calls.
         overlapped: Whether products have user buffers; those that have none have their own workspace all the same.
+        before: Libraries that have multiplied before the model's first step, so that theirs are allocated now.
     """
-    sizes = [CUBLAS_WORKSPACE_BYTES] * CUBLAS_THREADS * (cublas + 2 * gates_beside)
-    sizes += [TE_WORKSPACE_BYTES] * (linears + TE_GROUPED_GEMM_STREAMS * grouped)
-    sizes += [TE_WORKSPACE_BYTES * TE_USER_BUFFER_STREAMS] * overlapped
+    of_torch = [CUBLAS_WORKSPACE_BYTES] * (cublas + 2 * gates_beside)
+    of_linears = [TE_WORKSPACE_BYTES] * linears + [TE_WORKSPACE_BYTES * TE_USER_BUFFER_STREAMS] * overlapped
+    of_grouped = [TE_WORKSPACE_BYTES] * TE_GROUPED_GEMM_STREAMS * grouped
+    waiting: list[tuple[Library, Product, list[int]]] = [
+        ("torch", "forward", of_torch),
+        ("torch", "backward", of_torch),
+        ("transformer_engine", "linear", of_linears),
+        ("transformer_engine", "grouped linear", of_grouped),
+    ]
     device = torch.cuda.current_device()
-    _simulated_workspaces.extend(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+    for library, product, sizes in waiting:
+        with allocated_at_first(None if library in before else product):
+            _simulated_workspaces.extend(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
 
 
 def clear_torch_caches() -> None:
