@@ -582,6 +582,15 @@ class Scenario:
                 "choose a divisor",
                 *("expert_model_parallel_size", "data_parallel_size"),
             )
+        shards, model = self.ranks_of_expert_shards, self.architecture
+        for name in ("hidden_size", "moe_ffn_hidden_size"):
+            if getattr(model, name) % shards:
+                raise RuleError(
+                    f"{given}, so that {shards} ranks have shards of the same experts, a number that must divide "
+                    f"{name} of {model.name}, {getattr(model, name):,}, by a rule of torch's FSDP2: choose another "
+                    "number of ranks",
+                    *("expert_model_parallel_size", "data_parallel_size"),
+                )
 
     def _check_tensor_parallel_of_fsdp2(self) -> None:
         model, size = self.architecture, self.layout.tensor_model_parallel_size

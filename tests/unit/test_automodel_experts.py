@@ -114,6 +114,7 @@ def test_gathering_tokens_needs_memory_for_those_of_all_ranks() -> None:
         ({"experts": 8, "moe_token_dispatcher_type": "alltoall"}, "must be allgather or flex"),
         ({"experts": 8, "ranks": 16, "dp_replicate_size": 2}, "dp_replicate_size 2, which memlab does not predict"),
         ({"moe_token_dispatcher_type": "allgather"}, "no rank has tokens for another one"),
+        ({"experts": 4, "ranks": 12}, "3 ranks have shards of the same experts, .* divide hidden_size"),
         ({"classes": "transformers", "attn_implementation": "te"}, "attn_implementation is 'te'"),
     ],
 )
@@ -162,12 +163,14 @@ def test_a_recipe_is_read_whole(tmp_path: Path, dispatcher: str, kind: str, libr
 
 def test_what_memlab_does_not_have_of_the_class_is_named(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    backend = "linear: te, gate_precision: float32, fake_balanced_gate: true, enable_fsdp_optimizations: true"
+    backend = "linear: te, gate_precision: float32, fake_balanced_gate: true, enable_fsdp_optimizations: true, "
+    backend += "dispatcher_share_token_dispatcher: false"
     text = RECIPE.replace("linear: torch", backend).replace("DISPATCHER", "uccl_ep")
     path.write_text(text.replace("ep_size: 8,", "ep_size: 8, moe: {ignore_router_for_ac: false},"))
     effects = {one.key.rpartition(".")[2]: one.effect for one in Job.read(path, version="36044ad3").not_modelled}
     assert effects == {
         "dispatcher": "either",
+        "dispatcher_share_token_dispatcher": "more",
         "linear": "more",
         "gate_precision": "more",
         "fake_balanced_gate": "less",
