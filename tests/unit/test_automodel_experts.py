@@ -11,10 +11,12 @@ import torch
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.backends.simulated import predicting
-from memlab.config.exchange_buffers import require_no_library_for_exchange
+from memlab.config.exchange_buffers import exchange_buffers, require_no_library_for_exchange
 from memlab.config.parameters import kept_bytes
 from memlab.config.scenario import Scenario
+from memlab.fitting.outside_torch import RING_BYTES, outside_torch_of
 from memlab.jobs.job import Job
+from memlab.views.text.record import without_state
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 from memlab.engines.fsdp2.automodel_classes import change_classes
@@ -121,6 +123,21 @@ def test_gathering_tokens_needs_memory_for_those_of_all_ranks() -> None:
 def test_what_is_not_predicted_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         of(**change)
+
+
+@pytest.mark.parametrize("state", [{}, FLEX | {"attn_implementation": "te"}])
+def test_the_words_of_a_job_are_those_without_its_state(state: dict[str, Any]) -> None:
+    scenario = replace(of(experts=8, **state), packed_sequences=2 if state else None)
+    words = without_state(scenario)
+    assert "fsdp2" in words and "EP8" in words and "automodel" not in words and "dispatcher" not in words
+
+
+def test_outside_torch_are_the_groups_that_share_experts_and_the_buffers_of_the_exchange() -> None:
+    alone, all_share, some, sent = map(outside_torch_of, (of(), of(experts=8), of(experts=4), of(experts=8, **FLEX)))
+    assert all_share.nccl_bytes - alone.nccl_bytes == RING_BYTES
+    assert some.nccl_bytes - alone.nccl_bytes == 2 * RING_BYTES
+    buffers = exchange_buffers(of(experts=8, **FLEX))
+    assert sent.total_bytes - all_share.total_bytes == buffers.least_bytes > 0
 
 
 @pytest.mark.parametrize("change", [{"experts": 2, "ranks": 2}, {"ranks": 1, "attn_implementation": "te"}])
