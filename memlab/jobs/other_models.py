@@ -25,7 +25,7 @@ _OF_ARCHITECTURE = [
 """Fields of a model that a stand-in may have; memlab's experts have gates."""
 _ONLY_LISTED = frozenset(("normalization", "position_embedding_type", "max_position_embeddings"))
 """Fields whose value may be one that memlab's layers do not have, or goes with such a one."""
-_STANDING = frozenset(_OF_ARCHITECTURE) - _ONLY_LISTED
+_STANDING = frozenset(name for name in _OF_ARCHITECTURE if not name.startswith(("mamba_", "hybrid_"))) - _ONLY_LISTED
 _IN_PLACE = {
     "dense": ("llama-3.1-8b", "qwen2.5-14b"),
     "experts": ("qwen3-30b-a3b", "qwen3-235b-a22b"),

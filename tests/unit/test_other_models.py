@@ -91,26 +91,29 @@ def test_sizes_are_the_defaults_of_the_family_s_class(name: str, config: str) ->
             assert ours.get(field) == getattr(sizes, theirs.get(field, field)), field
 
 
-@pytest.mark.parametrize("name", ["nvidia/NVIDIA-Nemotron-Nano-12B-v2", "/data/NVIDIA-Nemotron-Nano-12B-v2"])
+@pytest.mark.parametrize("name", ["zai-org/GLM-5", "/data/GLM-5"])
 def test_a_model_that_memlab_lacks_is_named_with_its_fields(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     read = _job(tmp_path, NEMO_RL, "job.yaml", name)
     job, common = read(), _fields(read)
-    assert job.scenario is None and "layers of Mamba" in (job.not_supported or "") and "Mamba" in job.lacks[0]
-    assert common.models == ("nvidia-nemotron-nano-12b-v2",)
-    assert common.model["fields"]["num_layers"] == 62 and "M-M-M-M*" in common.model["fields"]["hybrid_layer_pattern"]
+    assert job.scenario is None and "sparse attention" in (job.not_supported or "") and "indexer" in job.lacks[0]
+    assert common.models == ("glm-5",)
+    assert common.model["fields"]["num_layers"] == 78
     assert common.values["layout"]["data_parallel_size"] == 4 and not common.depends_on_model
     assert main(["job", str(tmp_path / "job.yaml")]) == 1
     said = capsys.readouterr().out
-    assert "of the model nvidia-nemotron-nano-12b-v2, of which memlab does not have: layers of Mamba" in said
-    assert "mamba_num_heads 128" in said and "nemotron_h_provider.py" in said
+    assert "of the model glm-5, of which memlab does not have: sparse attention" in said
+    assert "num_moe_experts 256" in said and "glm5-744B-A40B.sh" in said
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", {"moe_shared_expert_overlap": True, "moe_router_dtype": "fp32"}),
+        (
+            "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16",
+            {"moe_shared_expert_overlap": True, "moe_router_dtype": "fp32"},
+        ),
         ("tencent/Hy3", {"moe_shared_expert_overlap": False, "moe_router_load_balancing_type": "none"}),
         ("nvidia/Nemotron-Mini-4B-Instruct", {"apply_rope_fusion": True}),
     ],
@@ -192,7 +195,7 @@ def test_a_config_of_an_unknown_family_names_its_sizes(tmp_path: Path) -> None:
 
 
 def test_sizes_of_a_file_take_the_place_of_layers_that_memlab_lacks(tmp_path: Path) -> None:
-    common = _fields(_job(tmp_path, FP16.replace("--fp16", "--bf16 --squared-relu"), "run.sh"))
+    common = _fields(_job(tmp_path, FP16.replace("--fp16", "--bf16 --moe-latent-size 128"), "run.sh"))
     assert common.models == ("run",) and common.values["layout"]["data_parallel_size"] == 4
     assert not [name for name in common.model["fields"] if name.startswith(("kv_lora", "v_head", "moe_"))]
 
