@@ -32,7 +32,7 @@ from memlab.jobs.frameworks.keys import (
     is_given,
     with_defaults,
 )
-from memlab.jobs.frameworks.kinds_of_layers import is_of_hybrids, take_kinds_of_layers
+from memlab.jobs.frameworks.kinds_of_layers import is_of_hybrids, says_kinds_of_layers, take_kinds_of_layers
 from memlab.jobs.frameworks.lines import removal, shell_words
 from memlab.jobs.frameworks.megatron_keys import (
     ARCHITECTURE,
@@ -348,7 +348,7 @@ def complete_state(reading: Reading) -> None:
 
 _OTHER_PROGRAMS = {
     "trains a model of another kind": (
-        "pretrain_bert.py", "pretrain_hybrid_flex.py", "pretrain_ict.py",
+        "pretrain_bert.py", "pretrain_hybrid.py", "pretrain_hybrid_flex.py", "pretrain_ict.py", "pretrain_mamba.py",
         "pretrain_mimo.py", "pretrain_retro.py", "pretrain_t5.py", "pretrain_vision_classify.py",
         "pretrain_vision_dino.py", "pretrain_vision_inpaint.py", "pretrain_vlm.py",
     ),
@@ -376,6 +376,8 @@ def _ask_for_the_program(reading: Reading) -> None:
         reading.blocked["job"].append(f"MODE {program.value} ({program.place}): it generates and does not train")
         return
     name = "pretrain_gpt.py" if program is None else program.value
+    if name in ("pretrain_hybrid.py", "pretrain_mamba.py") and says_kinds_of_layers(reading):
+        name = "pretrain_gpt.py"  # they take its step with these layers
     what = next((what for what, names in _OTHER_PROGRAMS.items() if name in names), None)
     if program is not None and what is not None:
         causes.append(f"{program.place}: the job is {name}, which {what}")
