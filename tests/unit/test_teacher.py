@@ -268,8 +268,9 @@ def test_a_teacher_in_fp8_keeps_a_byte_of_each_weight_of_its_matrices() -> None:
                 kept[reference, bool(fp8)] = lab.step().static_bytes
     of_both, of_one = (kept[each, True] - kept[each, False] for each in ("copy", "none"))
     matrices = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14_336
-    assert of_one == pytest.approx(2 * matrices, rel=1e-4)
-    assert of_both - of_one == pytest.approx(matrices, rel=1e-4)
+    # The allocator leaves up to 1 MiB of a block unsplit.
+    assert of_one == pytest.approx(2 * matrices, abs=3 * 2**19)
+    assert of_both - of_one == pytest.approx(matrices, abs=3 * 2**19)
 
 
 @pytest.mark.parametrize("stage", [0, 1])
