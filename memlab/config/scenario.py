@@ -582,6 +582,15 @@ class Scenario:
                 "choose a divisor",
                 *("expert_model_parallel_size", "data_parallel_size"),
             )
+        shards, model = self.ranks_of_expert_shards, self.architecture
+        for name in ("hidden_size", "moe_ffn_hidden_size"):
+            if getattr(model, name) % shards:
+                raise RuleError(
+                    f"{given}, so that {shards} ranks have shards of the same experts, a number that must divide "
+                    f"{name} of {model.name}, {getattr(model, name):,}, by a rule of torch's FSDP2: choose another "
+                    "number of ranks",
+                    *("expert_model_parallel_size", "data_parallel_size"),
+                )
 
     def _check_tensor_parallel_of_fsdp2(self) -> None:
         model, size = self.architecture, self.layout.tensor_model_parallel_size
@@ -1106,11 +1115,16 @@ class Scenario:
 
     @property
     def in_default_state(self) -> Scenario:
-        """The same job in the default training state, but for the layers of multi-token prediction.
+        """The same job in the default training state, but for what its layout needs.
 
-        A pipeline layout places them, and they belong to what a rank builds.
+        A pipeline layout places layers of multi-token prediction, and they belong to what a rank builds. With FSDP2,
+        experts that ranks share are those of other classes than the default.
         """
-        return replace(self, state=TrainingState(mtp_num_layers=self.state.mtp_num_layers))
+        needed = ["mtp_num_layers"]
+        if self.engine == "fsdp2" and self.layout.expert_model_parallel_size > 1:
+            needed += ["model_classes", "attn_implementation", "moe_token_dispatcher_type"]
+            needed += ["moe_flex_dispatcher_backend", "moe_deepep_num_sms"]
+        return replace(self, state=TrainingState(**{name: getattr(self.state, name) for name in needed}))
 
     def differences(self, other: Scenario) -> list[str]:
         """Names the fields in which another scenario differs."""

@@ -351,7 +351,8 @@ class Check(Goals):
             return self.goal(True, "parameters, gradients and optimizer state stay on the device")
         chosen = [name for name in KEPT_ON_HOST if getattr(self._record.settings, name)]
         what = f"{listed(self._leaving)} left the device, must stay there during the step and after it"
-        return self.goal(False, what, f"leave {listed(chosen)} out")
+        why = ": offload_optimizer also sets offload_gradients" if set(KEPT_ON_HOST[1:3]) <= {*chosen} else ""
+        return self.goal(False, what, f"leave {listed(chosen)} out{why}")
 
     def _no_effect(self) -> str:
         """Says why a setting had no effect; empty if none is set, or all had one."""
@@ -435,9 +436,12 @@ class Attempt:
                 if name:
                     names = [field.name for field in fields(options)]
                     near = [each for each in names if name[1] in each] or get_close_matches(name[1], names, n=1)
-                    actions = [f"write {' or '.join(f'{each}=...' for each in near[:3])}"] if near else [otherwise]
-            if option and option[1] in {field.name for field in fields(MemorySettings)}:
-                actions = [f"write lab.step(MemorySettings({option[1]}=...))"]
+                    written = " or ".join(f"{each}=..." for each in near[:3])
+                    # Only Python knows whether the near name is among the other arguments already.
+                    actions = [f"write {written}, or leave {name[1]} out" if near else otherwise]
+                if option and option[1] in {field.name for field in fields(options)}:
+                    given = f"{options.__name__}({option[1]}=...)"
+                    actions = [f"write lab.step({'state=' * (options is TrainingState)}{given})"]
             if actions:
                 self.refusal += f": {actions[0]}"
             elif place := _place_in_memlab(error):

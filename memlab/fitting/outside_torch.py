@@ -187,12 +187,12 @@ def outside_torch_of(job: Scenario, *, trains: bool = True) -> OutsideTorch:
         job: With the rank.
         trains: As for `estimate_outside_torch`, with Megatron-Core.
     """
+    exchanged = exchange_buffers(job)
     if job.engine == "megatron":
         trains_experts = job.state.lora is None or any(weight.num_experts for weight in job.weights_of_adapters())
         estimated = estimate_outside_torch(
             job.layout, job.architecture, job.state, trains=trains, trains_experts=trains_experts
         )
-        exchanged = exchange_buffers(job)
         return replace(
             estimated,
             user_buffer_bytes=user_buffer_bytes(job),
@@ -204,7 +204,11 @@ def outside_torch_of(job: Scenario, *, trains: bool = True) -> OutsideTorch:
     return OutsideTorch(
         context_and_libraries_bytes=CONTEXT_OF_FSDP2_BYTES,
         nccl_bytes=WORLD_BYTES + RING_BYTES * (num_groups - 1) if num_groups else 0,
-        uncertain_bytes=OTHER_KERNELS_BYTES + BEYOND_MEASURED_BYTES * (not is_measured),
+        exchange_buffer_bytes=exchanged.least_bytes,
+        uncertain_bytes=OTHER_KERNELS_BYTES
+        + exchanged.most_bytes
+        - exchanged.least_bytes
+        + BEYOND_MEASURED_BYTES * (not is_measured),
     )
 
 
@@ -212,13 +216,16 @@ def _num_groups_of_fsdp2(job: Scenario) -> int:
     """Returns how many groups of more than one rank a step uses.
 
     There is one along each dimension of the mesh, and maybe a smaller one that gathers for backward
-    (``_get_post_forward_mesh_info`` in torch's ``distributed/fsdp/_fully_shard/_fsdp_init.py``, 2.13).
+    (``_get_post_forward_mesh_info`` in torch's ``distributed/fsdp/_fully_shard/_fsdp_init.py``, 2.13). Ranks that share
+    experts exchange tokens over one of their own, and have another one for the shards of the same experts.
     """
-    state, shards = job.state, job.ranks_of_shards
+    state, shards, sharing = job.state, job.ranks_of_shards, job.layout.expert_model_parallel_size
     sizes = [shards, state.dp_replicate_size, job.layout.tensor_model_parallel_size]
     of_layers = state.reshard_after_forward_ranks
     if of_layers is not None and of_layers < shards and state.reshard_after_forward != "none":
         sizes.append(of_layers)
+    if sharing > 1:
+        sizes += [sharing, job.ranks_of_expert_shards]
     return sum(size > 1 for size in sizes)
 
 

@@ -204,8 +204,7 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
         ValueError: If memlab refuses a value.
     """
     _drop_extra_layers(reading)
-    if architecture.hybrid_override_pattern is not None and versions.megatron_core is None:
-        versions = replace(versions, megatron_core="0.19")  # Megatron-Bridge trains `HybridModel`, which 0.16 has not
+    versions = _of_hybrid(reading, architecture, versions)
     complete_user_buffers(reading, architecture)
     layout = layout_of(reading, architecture)
     values = reading.values
@@ -307,6 +306,25 @@ def _drop_extra_layers(reading: Reading) -> None:
                 reading.miss(key, *_OF_EXTRA_LAYERS[name])
             else:
                 reading.take(key, name, SWITCH.read(reading.get(key)))
+
+
+def _of_hybrid(reading: Reading, architecture: Architecture, versions: Versions) -> Versions:
+    """Returns the versions of a job, and names packed rows of layers of Mamba: each is predicted as one sequence.
+
+    Megatron-Bridge trains such models as `HybridModel`, which is new in megatron-core 0.18.
+    """
+    if architecture.hybrid_override_pattern is None:
+        return versions
+    if versions.megatron_core is None:
+        versions = replace(versions, megatron_core="0.19")
+    if reading.values.get("packed_sequences") is None:
+        return versions
+    keys = [one.key for one in reading.taken if one.field == "packed_sequences"]
+    reading.taken = [one for one in reading.taken if one.field != "packed_sequences"]
+    reason = "a row has several sequences, which memlab predicts as one where layers are Mamba"
+    reading.miss(keys[0] if keys else "packed_sequences", "either", reason)
+    reading.values["packed_sequences"] = None
+    return versions
 
 
 def _drop_beside_biases(reading: Reading, architecture: Architecture) -> None:

@@ -93,7 +93,7 @@ class CachingMemory:
             return num_bytes
         if self._labels.awaited_product is not None:
             self._waiting.setdefault(self._labels.awaited_product, []).append(allocation)
-            self._labels.on_product = self._place
+            self._labels.on_product, self._has_stepped = self._place, False
             return num_bytes
         self.is_special = self.is_special or stream != 0
         block = allocation.block = self.allocator.allocate(num_bytes, stream)

@@ -11,10 +11,12 @@ import torch
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.backends.simulated import predicting
-from memlab.config.exchange_buffers import require_no_library_for_exchange
+from memlab.config.exchange_buffers import exchange_buffers, require_no_library_for_exchange
 from memlab.config.parameters import kept_bytes
 from memlab.config.scenario import Scenario
+from memlab.fitting.outside_torch import RING_BYTES, outside_torch_of
 from memlab.jobs.job import Job
+from memlab.views.text.record import without_state
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 from memlab.engines.fsdp2.automodel_classes import change_classes
@@ -114,12 +116,28 @@ def test_gathering_tokens_needs_memory_for_those_of_all_ranks() -> None:
         ({"experts": 8, "moe_token_dispatcher_type": "alltoall"}, "must be allgather or flex"),
         ({"experts": 8, "ranks": 16, "dp_replicate_size": 2}, "dp_replicate_size 2, which memlab does not predict"),
         ({"moe_token_dispatcher_type": "allgather"}, "no rank has tokens for another one"),
+        ({"experts": 4, "ranks": 12}, "3 ranks have shards of the same experts, .* divide hidden_size"),
         ({"classes": "transformers", "attn_implementation": "te"}, "attn_implementation is 'te'"),
     ],
 )
 def test_what_is_not_predicted_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         of(**change)
+
+
+@pytest.mark.parametrize("state", [{}, FLEX | {"attn_implementation": "te"}])
+def test_the_words_of_a_job_are_those_without_its_state(state: dict[str, Any]) -> None:
+    scenario = replace(of(experts=8, **state), packed_sequences=2 if state else None)
+    words = without_state(scenario)
+    assert "fsdp2" in words and "EP8" in words and "automodel" not in words and "dispatcher" not in words
+
+
+def test_outside_torch_are_the_groups_that_share_experts_and_the_buffers_of_the_exchange() -> None:
+    alone, all_share, some, sent = map(outside_torch_of, (of(), of(experts=8), of(experts=4), of(experts=8, **FLEX)))
+    assert all_share.nccl_bytes - alone.nccl_bytes == RING_BYTES
+    assert some.nccl_bytes - alone.nccl_bytes == 2 * RING_BYTES
+    buffers = exchange_buffers(of(experts=8, **FLEX))
+    assert sent.total_bytes - all_share.total_bytes == buffers.least_bytes > 0
 
 
 @pytest.mark.parametrize("change", [{"experts": 2, "ranks": 2}, {"ranks": 1, "attn_implementation": "te"}])
@@ -162,12 +180,14 @@ def test_a_recipe_is_read_whole(tmp_path: Path, dispatcher: str, kind: str, libr
 
 def test_what_memlab_does_not_have_of_the_class_is_named(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    backend = "linear: te, gate_precision: float32, fake_balanced_gate: true, enable_fsdp_optimizations: true"
+    backend = "linear: te, gate_precision: float32, fake_balanced_gate: true, enable_fsdp_optimizations: true, "
+    backend += "dispatcher_share_token_dispatcher: false"
     text = RECIPE.replace("linear: torch", backend).replace("DISPATCHER", "uccl_ep")
     path.write_text(text.replace("ep_size: 8,", "ep_size: 8, moe: {ignore_router_for_ac: false},"))
     effects = {one.key.rpartition(".")[2]: one.effect for one in Job.read(path, version="36044ad3").not_modelled}
     assert effects == {
         "dispatcher": "either",
+        "dispatcher_share_token_dispatcher": "more",
         "linear": "more",
         "gate_precision": "more",
         "fake_balanced_gate": "less",

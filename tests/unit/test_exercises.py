@@ -145,7 +145,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             ("offloads_nothing",),
             (
                 "gradients and optimizer state left the device, must stay there during the step and after it. Hint: leave "
-                "offload_gradients and offload_optimizer out."
+                "offload_gradients and offload_optimizer out: offload_optimizer also sets offload_gradients."
             ),
         ),
         (
@@ -489,6 +489,7 @@ def test_an_option_of_the_settings_given_to_the_step_is_told_where_it_belongs(
 ) -> None:
     for option, ending in (
         ("recompute_modules", ": write lab.step(MemorySettings(recompute_modules=...))"),
+        ("manual_gc", ": write lab.step(state=TrainingState(manual_gc=...))"),
         ("mlp", "'mlp'"),
     ):
         with Attempt() as answer:
@@ -515,6 +516,10 @@ GIVEN = {"manual_gc": True}
         (lambda: "TP2".data_parallel_size, "refused: layout is 'TP2', must be Layout(...): "),  # type: ignore[attr-defined]
         (lambda: "TP2".data_parallel_size, "write Layout.from_text('TP4')"),  # type: ignore[attr-defined]
         (lambda: TrainingState(grad_in_bf16=True), "write grad_reduce_in_bf16=..."),  # type: ignore[call-arg]
+        (
+            lambda: TrainingState(manual_gc=True, manual_gc_interval=1),  # type: ignore[call-arg]
+            "write manual_gc=..., or leave manual_gc_interval out",
+        ),
     ],
 )
 def test_an_error_of_python_s_is_told_the_way_out(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.versions import Versions
 from memlab.engines.megatron.layers.scan import GroupedNorm, Sizes, SplitConvScan, scan
+from memlab.jobs.job import Job
 from memlab.lab.lab import Lab
 
 TINY = ARCHITECTURES["nemotron-h-tiny"]
@@ -153,3 +155,13 @@ def test_full_recompute_does_what_the_version_of_megatron_core_does() -> None:
 def test_an_architecture_is_equal_to_itself_read_again() -> None:
     assert isinstance(TINY, Architecture) and TINY.parts_of(0) == (Mamba.of(TINY),)
     assert [type(part).__name__ for part in TINY.parts] == ["Mamba", "GroupedQueryAttention", "Dense"]
+
+
+def test_packed_rows_of_a_job_are_predicted_as_one_sequence_and_named(tmp_path: Path) -> None:
+    text = "grpo: {num_prompts_per_step: 8}\nloss_fn: {ratio_clip_min: 0.2}\npolicy:\n  model_name: nvidia/NVIDIA-Nemotron-Nano-9B-v2\n  train_micro_batch_size: 1\n  train_global_batch_size: 8\n  max_total_sequence_length: 4096\n  megatron_cfg: {enabled: true}\n  sequence_packing: {enabled: true, train_mb_tokens: 4096}\ncluster: {num_nodes: 1, gpus_per_node: 8}\n"
+    (tmp_path / "grpo.yaml").write_text(text)
+    job = Job.read(tmp_path / "grpo.yaml")
+    scenario, _ = job.required()
+    assert scenario.packed_sequences is None and scenario.architecture.name == "nemotron-nano-v2-9b"
+    assert scenario.versions.megatron_core == "0.19"
+    assert any("layers are Mamba" in one.reason for one in job.not_modelled)

@@ -60,8 +60,10 @@ def test_a_gpu_is_a_line_at_what_it_leaves_torch_or_told_of_where_it_is_far_abov
     near = PLAIN.peak_allocated_bytes + OUTSIDE_BYTES
     view = peaks({"plain": PLAIN}, [str(near), str(near + 1), "900GiB"])
     assert [shape.y0 for shape in view.figure.layout.shapes] == pytest.approx([(near - OUTSIDE_BYTES) / GIB] * 2)
-    names = [note for note in view.figure.layout.annotations if note.text.endswith("GPU")]
-    assert abs((names[0].yshift or 0) - (names[1].yshift or 0)) >= 15, "no name stands on another"
+    names = [note for note in view.figure.layout.annotations if note.text.endswith(" left")]
+    assert abs((names[0].yshift or 0) - (names[1].yshift or 0)) >= 30, "no name, which has two lines, stands on another"
+    (name,) = (note.text for note in peaks({"plain": PLAIN}, ["55GiB"]).figure.layout.annotations if "GPU" in note.text)
+    assert name == f"55 GiB GPU:<br>{55 - OUTSIDE_BYTES / GIB:.1f} GiB left", "the line is at the second number"
     assert "above all bars: 900 GiB GPU (897.576 GiB)" in view.figure.layout.title.text
 
 

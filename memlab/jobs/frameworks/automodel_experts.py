@@ -96,6 +96,9 @@ def _take_exchange(reading: Reading) -> None:
         reading.take(f"{_BACKEND}.dispatcher_num_sms", "moe_deepep_num_sms", sms)
     if given not in (None, *_DISPATCHERS):
         reading.miss(key, "either", f"memlab has no buffers of {given}, and takes DeepEP's")
+    shared = f"{_BACKEND}.dispatcher_share_token_dispatcher"
+    if library is not None and not reading.get(shared, default=True):
+        reading.miss(shared, "more", "each layer keeps what its own dispatcher has of a pass")
     if reading.get(f"{_BACKEND}.dispatcher_async_dispatch", default=False):
         reading.miss(f"{_BACKEND}.dispatcher_async_dispatch", "more", "what is freed waits for the exchange")
 

@@ -58,7 +58,7 @@ def peak_figure(records: Mapping[str, StepRecord], limits: Mapping[str, int]) ->
                 hovertemplate=f"%{{y:.3f}} {unit}",
             )
     top = max([highest, *drawn.values()]) * _SPACE_ABOVE / unit_bytes or 1.0
-    _mark_limits(figure, {size: limit / unit_bytes for size, limit in drawn.items()}, top)
+    _mark_limits(figure, {size: limit / unit_bytes for size, limit in drawn.items()}, top, unit)
     width = max(10, _LETTERS_OF_NAMES // len(records))
     names = []
     for name, record in records.items():
@@ -85,13 +85,14 @@ def _folded(name: str, letters: int) -> list[str]:
     return [html.escape(line, quote=False) for line in textwrap.wrap(name, letters)]
 
 
-def _mark_limits(figure: go.Figure, limits: Mapping[str, float], top: float) -> None:
-    """Draws one line per limit with its name at the end, no name over another."""
+def _mark_limits(figure: go.Figure, limits: Mapping[str, float], top: float, unit: str) -> None:
+    """Draws one line per limit with the GPU's name and the limit at the end, no name over another."""
     line = {"color": INK, "width": 1.5, "dash": "7px,3px"}
     place = {"xref": "paper", "x": 1.0, "xanchor": "left", "xshift": 6, "showarrow": False}
     free = 0.0  # pixels above the axis, above which there is no name
     for size, height in sorted(limits.items(), key=lambda limit: limit[1]):
         figure.add_shape(type="line", xref="paper", x0=0.0, x1=1.0, y0=height, y1=height, line=line)
         at = height / top * PLOT_HEIGHT
-        free = max(free, at) + LINE_HEIGHT
-        figure.add_annotation(y=height, yshift=free - LINE_HEIGHT - at, text=gpu_name(size), **place)
+        free = max(free, at) + 2 * LINE_HEIGHT
+        text = f"{gpu_name(size)}:<br>{height:.1f} {unit} left"
+        figure.add_annotation(y=height, yshift=free - 2 * LINE_HEIGHT - at, text=text, align="left", **place)

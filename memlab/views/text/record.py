@@ -71,9 +71,9 @@ def _outside_modules(num_bytes: int, by_category: Mapping[str, int]) -> str:
 
 def without_state(scenario: Scenario) -> str:
     """Returns the words of a scenario without those of its training state."""
-    words = str(scenario.in_default_state)
-    number = scenario.state.mtp_num_layers
-    return words.replace(f", mtp_num_layers {number}", "")
+    plain = scenario.in_default_state
+    needed = f", {plain.state}" if plain.state != TrainingState() else ""
+    return str(plain).replace(needed, "", 1)
 
 
 def rank_words(layout: Layout) -> str:
