@@ -152,3 +152,16 @@ def test_packed_rows_of_a_job_are_predicted_as_one_sequence_and_named(tmp_path: 
     assert scenario.packed_sequences is None and scenario.architecture.name == "nemotron-nano-v2-9b"
     assert scenario.versions.megatron_core == "0.19"
     assert any("layers are Mamba" in one.reason for one in job.not_modelled)
+
+
+def test_a_script_without_positions_says_so_by_a_word(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        "torchrun --nproc-per-node 8 pretrain_hybrid.py --hybrid-override-pattern 'M*-M' --num-layers 4 --bf16 "
+        "--hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 --vocab-size "
+        "50304 --micro-batch-size 1 --position-embedding-type none"
+    )
+    job = Job.read(tmp_path / "run.sh")
+    scenario, _ = job.required()
+    assert "pretrain_hybrid.py" not in str(job.warnings)
+    assert scenario.architecture.position_embedding_type == "none"
+    assert scenario.architecture.hybrid_override_pattern == "M*-M"
