@@ -12,7 +12,9 @@ from memlab.analysis.kept import kept_by_module
 from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.layout import Layout
 from memlab.config.parts.mamba import Mamba
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.config.versions import Versions
 from memlab.engines.megatron.layers.scan import GroupedNorm, Sizes, SplitConvScan, scan
 from memlab.jobs.job import Job
@@ -128,6 +130,17 @@ def test_what_cannot_be_is_refused(fields: dict[str, str], layout: dict[str, int
         Lab(replace(TINY, **fields), seq_length=64, layout=Layout(**layout), backend="simulated")
 
 
+def test_fp8_is_refused_by_its_name() -> None:
+    with pytest.raises(ValueError, match="fp8_format is set, which memlab does not predict of nemotron-h-8b"):
+        Scenario.of("nemotron-h-8b", state=TrainingState(fp8_format="hybrid"))
+
+
+def test_a_newer_megatron_core_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memlab.engines.megatron.megatron_versions.HAS_FORMER_HYBRID_MODELS", False)
+    with pytest.raises(ValueError, match="layers of Mamba, which memlab builds with Megatron-Core"):
+        Lab(TINY, seq_length=64, backend="simulated")
+
+
 def test_full_recompute_does_what_the_version_of_megatron_core_does() -> None:
     full = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     peaks = {}
@@ -152,3 +165,16 @@ def test_packed_rows_of_a_job_are_predicted_as_one_sequence_and_named(tmp_path: 
     assert scenario.packed_sequences is None and scenario.architecture.name == "nemotron-nano-v2-9b"
     assert scenario.versions.megatron_core == "0.19"
     assert any("layers are Mamba" in one.reason for one in job.not_modelled)
+
+
+def test_a_script_without_positions_says_so_by_a_word(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(
+        "torchrun --nproc-per-node 8 pretrain_hybrid.py --hybrid-override-pattern 'M*-M' --num-layers 4 --bf16 "
+        "--hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --max-position-embeddings 1024 --vocab-size "
+        "50304 --micro-batch-size 1 --position-embedding-type none"
+    )
+    job = Job.read(tmp_path / "run.sh")
+    scenario, _ = job.required()
+    assert "pretrain_hybrid.py" not in str(job.warnings)
+    assert scenario.architecture.position_embedding_type == "none"
+    assert scenario.architecture.hybrid_override_pattern == "M*-M"

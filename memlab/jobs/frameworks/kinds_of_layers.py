@@ -6,12 +6,19 @@ from memlab.jobs.frameworks.framework import Reading
 
 _FIELD = "hybrid_override_pattern"
 _RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
+_PATTERNS = (_FIELD, "hybrid_layer_pattern")
 _SPECS = ("mamba_layer_specs", "hybrid_layer_specs")
 
 
 def is_of_hybrids(spec: object) -> bool:
     """Whether ``--spec`` names Megatron-Core's own layers of hybrid models."""
     return any(name in str(spec) for name in _SPECS)
+
+
+def says_kinds_of_layers(reading: Reading) -> bool:
+    """Whether a job says which layers are Mamba."""
+    entries = reading.entries
+    return is_of_hybrids(entries.get("spec")) or any(entries.get(name) for name in (*_PATTERNS, *_RATIOS))
 
 
 def take_kinds_of_layers(reading: Reading) -> None:

@@ -32,7 +32,7 @@ from memlab.jobs.frameworks.keys import (
     is_given,
     with_defaults,
 )
-from memlab.jobs.frameworks.kinds_of_layers import is_of_hybrids, take_kinds_of_layers
+from memlab.jobs.frameworks.kinds_of_layers import is_of_hybrids, says_kinds_of_layers, take_kinds_of_layers
 from memlab.jobs.frameworks.lines import removal, shell_words
 from memlab.jobs.frameworks.megatron_keys import (
     ARCHITECTURE,
@@ -79,6 +79,8 @@ _ARGUMENT_DEFAULTS = {
     "rotary_base": 10000, "rotary_percent": 1.0, "layernorm_epsilon": 1e-5, "moe_router_topk": 2,
     "moe_aux_loss_coeff": 0.0, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
+_POSITIONS = Conversion(lambda value: "none" if value is None else TEXT.read(value), TEXT.write)
+"""The word ``none`` is a kind of positions, and elsewhere no value."""
 _BESIDE = {
     "hidden_size": (
         Key("swiglu", "gated_linear_unit", SWITCH, False),
@@ -87,7 +89,7 @@ _BESIDE = {
         Key("hybrid_layer_pattern", "hybrid_override_pattern", TEXT),
         Key("normalization", "normalization", TEXT, "LayerNorm"),
         Key("disable_bias_linear", "add_bias_linear", NOT, True),
-        Key("position_embedding_type", "position_embedding_type", TEXT, "learned_absolute"),
+        Key("position_embedding_type", "position_embedding_type", _POSITIONS, "learned_absolute"),
         Key("max_position_embeddings", "max_position_embeddings", WHOLE),
     ),
     "num_attention_heads": (Key("group_query_attention", "group_query_attention", SWITCH, False),),
@@ -346,7 +348,7 @@ def complete_state(reading: Reading) -> None:
 
 _OTHER_PROGRAMS = {
     "trains a model of another kind": (
-        "pretrain_bert.py", "pretrain_hybrid_flex.py", "pretrain_ict.py",
+        "pretrain_bert.py", "pretrain_hybrid.py", "pretrain_hybrid_flex.py", "pretrain_ict.py", "pretrain_mamba.py",
         "pretrain_mimo.py", "pretrain_retro.py", "pretrain_t5.py", "pretrain_vision_classify.py",
         "pretrain_vision_dino.py", "pretrain_vision_inpaint.py", "pretrain_vlm.py",
     ),
@@ -374,6 +376,8 @@ def _ask_for_the_program(reading: Reading) -> None:
         reading.blocked["job"].append(f"MODE {program.value} ({program.place}): it generates and does not train")
         return
     name = "pretrain_gpt.py" if program is None else program.value
+    if name in ("pretrain_hybrid.py", "pretrain_mamba.py") and says_kinds_of_layers(reading):
+        name = "pretrain_gpt.py"  # they take its step with these layers
     what = next((what for what, names in _OTHER_PROGRAMS.items() if name in names), None)
     if program is not None and what is not None:
         causes.append(f"{program.place}: the job is {name}, which {what}")
