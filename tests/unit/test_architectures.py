@@ -167,6 +167,8 @@ LARGE = ("gpt-oss-120b", "kimi-k2", *(name for name in COUNTED_PARAMETERS if "qw
 )
 def test_the_live_model_has_the_published_number_of_parameters(name: str, megatron: object) -> None:
     architecture = find_architecture(name)
+    if architecture.hybrid_override_pattern is not None and MINOR >= 17:
+        pytest.skip("memlab has layers of Mamba of megatron-core 0.16")
     if architecture.experimental_attention_variant is not None and MINOR >= 18:
         pytest.skip("memlab has gated delta net of megatron-core 0.16 and 0.17")
     published = (PUBLISHED_PARAMETERS | COUNTED_PARAMETERS)[name]

@@ -12,7 +12,9 @@ from memlab.analysis.kept import kept_by_module
 from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.layout import Layout
 from memlab.config.parts.mamba import Mamba
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.config.versions import Versions
 from memlab.engines.megatron.layers.scan import GroupedNorm, Sizes, SplitConvScan, scan
 from memlab.jobs.job import Job
@@ -126,6 +128,17 @@ def test_a_layer_keeps_what_its_formula_says(tokens: int) -> None:
 def test_what_cannot_be_is_refused(fields: dict[str, str], layout: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Lab(replace(TINY, **fields), seq_length=64, layout=Layout(**layout), backend="simulated")
+
+
+def test_fp8_is_refused_by_its_name() -> None:
+    with pytest.raises(ValueError, match="fp8_format is set, which memlab does not predict of nemotron-h-8b"):
+        Scenario.of("nemotron-h-8b", state=TrainingState(fp8_format="hybrid"))
+
+
+def test_a_newer_megatron_core_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memlab.engines.megatron.megatron_versions.HAS_FORMER_HYBRID_MODELS", False)
+    with pytest.raises(ValueError, match="layers of Mamba, which memlab builds with Megatron-Core"):
+        Lab(TINY, seq_length=64, backend="simulated")
 
 
 def test_full_recompute_does_what_the_version_of_megatron_core_does() -> None:

@@ -21,6 +21,7 @@ from megatron.core.package_info import MINOR
 import memlab
 from memlab.backends import cpu, cuda
 from memlab.backends.fake_collectives import collectives_on_fake_tensors
+from memlab.engines.megatron.layers import mamba_of_megatron  # noqa: F401 - modules that import Triton, also where it is not
 from memlab.upstream import patching
 from memlab.upstream.patching import in_this_version, patched
 from memlab.upstream.private_names import INTERNALS, Internal, replaceable

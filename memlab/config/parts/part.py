@@ -69,7 +69,7 @@ class SharedSize(NamedTuple):
     @property
     def is_of_a_matrix(self) -> bool:
         """Whether it is a width of weight matrices, which FP8 limits too."""
-        return self.ranks != "expert_model_parallel_size" and not self.field.endswith("_heads")
+        return self.ranks != "expert_model_parallel_size" and not self.field.endswith(("_heads", "_groups"))
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,11 @@ def transformer_config(scenario: Scenario, settings: MemorySettings) -> Transfor
             f"{architecture.name} has gated delta net, which memlab has as Megatron-Core 0.16 and 0.17 compute it, and "
             "a newer one is installed: install megatron-core 0.16.1"
         )
+    if architecture.hybrid_override_pattern is not None and not megatron_versions.HAS_FORMER_HYBRID_MODELS:
+        raise ValueError(
+            f"{architecture.name} has layers of Mamba, which memlab builds with Megatron-Core 0.16, and a newer one is "
+            "installed: install megatron-core 0.16.1"
+        )
     # What memlab's own dispatcher and FP8 layers read, which get nothing but the config.
     config.memlab_non_tn_fp8_gemm = scenario.state.non_tn_fp8_gemm
     config.memlab_pads_packed_values = scenario.state.pad_packed_values

@@ -19,6 +19,10 @@ HAS_FORMER_DELTA_NET = (MAJOR, MINOR) < (0, 18)
 """Whether gated delta net convolves with torch, as memlab has it; later it does with flash-linear-attention, and
 compiles what is around it (``ssm/gated_delta_net.py``, 0.17.1 and 0.18.2)."""
 
+HAS_FORMER_HYBRID_MODELS = (MAJOR, MINOR) < (0, 17)
+"""Whether a stack with layers of Mamba chooses its own layers; since 0.17 the model gives it a list of them
+(``ssm/mamba_block.py``, 0.16.1 and 0.17.1)."""
+
 
 def grouped_experts(linear_fc1: type, linear_fc2: type) -> Any:
     """Returns what a layer provider gives for grouped experts (``megatron/core/models/backends.py``).
