@@ -187,6 +187,12 @@ def _hybrid(fields: ConfigJson, kind: ModelType, pattern: str) -> dict[str, Any]
     Raises:
         ValueError: If a field says what memlab does not have.
     """
+    num_layers = fields.values.get("num_hidden_layers")
+    if num_layers is not None and num_layers != len(pattern):
+        raise ValueError(
+            f"num_hidden_layers is {shortened(num_layers)}, must be the {len(pattern)} layers of the pattern "
+            "(transformers' NemotronHConfig): correct one of the two"
+        )
     modelled: dict[str, Any] = {
         "mlp_hidden_act": "relu2",
         "mamba_hidden_act": "silu",

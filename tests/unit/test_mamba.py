@@ -178,3 +178,23 @@ def test_a_script_without_positions_says_so_by_a_word(tmp_path: Path) -> None:
     assert "pretrain_hybrid.py" not in str(job.warnings)
     assert scenario.architecture.position_embedding_type == "none"
     assert scenario.architecture.hybrid_override_pattern == "M*-M"
+
+
+def _script(folder: Path, flags: str) -> Job:
+    (folder / "run.sh").write_text(
+        f"torchrun --nproc-per-node 8 pretrain_hybrid.py {flags} --bf16 --hidden-size 1024 --num-attention-heads 16 "
+        "--seq-length 1024 --max-position-embeddings 1024 --vocab-size 50304 --micro-batch-size 1"
+    )
+    return Job.read(folder / "run.sh")
+
+
+def test_a_pattern_overrides_the_number_of_layers_with_a_word(tmp_path: Path) -> None:
+    job = _script(tmp_path, "--hybrid-override-pattern 'M*-M' --num-layers 8")
+    assert job.required()[0].num_layers == 4
+    assert "num_layers 8 is ignored" in str(job.warnings)
+
+
+def test_chunks_that_do_not_divide_into_stages_are_refused(tmp_path: Path) -> None:
+    job = _script(tmp_path, "--hybrid-layer-pattern 'MM|MM|MM' --pipeline-model-parallel-size 2")
+    assert job.scenario is None
+    assert "3 chunks, must have a multiple of the 2 pipeline stages" in str(job.not_supported)

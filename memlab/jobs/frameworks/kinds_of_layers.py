@@ -41,13 +41,23 @@ def take_kinds_of_layers(reading: Reading) -> None:
     main, *extra = str(text).split("/")
     chunks = main.split("|")
     values[_FIELD] = "".join(chunks)
+    if num_layers and num_layers != len(values[_FIELD]):
+        reading.warnings.append(
+            f"num_layers {num_layers} is ignored, since the pattern has {len(values[_FIELD])} layers (Megatron-LM's "
+            "arguments, main of August 2026; core 0.16.1 refuses such a job)"
+        )
     values["num_layers"] = len(values[_FIELD])
     if any(extra):
         reading.miss(
             _FIELD, "more", "the pattern has layers of multi-token prediction, which memlab does not have here"
         )
     stages = values.get("pipeline_model_parallel_size") or 1
-    if len(chunks) > 1 and len(chunks) % stages == 0:
+    if len(chunks) > 1 and len(chunks) % stages:
+        reading.blocked["job"].append(
+            f"the pattern of layers has {len(chunks)} chunks, must have a multiple of the {stages} pipeline stages "
+            "(Megatron-Core): move its bars, or change pipeline_model_parallel_size"
+        )
+    elif len(chunks) > 1:
         values["virtual_pipeline_model_parallel_size"] = len(chunks) // stages
         if len({*map(len, chunks)}) > 1:
             values["pipeline_model_parallel_layout"] = f"E{'|'.join('t' * len(chunk) for chunk in chunks)}L"
