@@ -37,11 +37,10 @@ from memlab.config.parameters import (
 )
 from memlab.config.scenario import Scenario
 from memlab.engines.megatron.layers import fused_router, gated_delta_rule, torch_moe, unfused_permutation
+from memlab.engines.megatron.layers.compiled_activations import quick_gelu, squared_relu
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb, fused_apply_rotary_pos_emb_thd
 from memlab.engines.megatron.layers.latent_rope import fused_apply_mla_rope_for_kv, fused_apply_mla_rope_for_q
 from memlab.engines.megatron.layers.own_layers import OwnProvider
-from memlab.engines.megatron.layers.quick_gelu import quick_gelu
-from memlab.engines.megatron.layers.squared_relu import squared_relu
 from memlab.engines.megatron.layers.tied_embedding import adding_in_place
 from memlab.engines.megatron.layers.torch_layers import TorchProvider
 from memlab.engines.megatron.layers.weight_gradients import APEX_EXTENSION, unused_gradient

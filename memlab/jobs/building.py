@@ -317,6 +317,10 @@ def _of_hybrid(reading: Reading, architecture: Architecture, versions: Versions)
         return versions
     if versions.megatron_core is None:
         versions = replace(versions, megatron_core="0.19")
+        reading.warnings.append(
+            "layers of Mamba are predicted as of megatron-core 0.19, since no version is given: 0.16 and 0.17 ignore "
+            "full recompute in such models"
+        )
     if reading.values.get("packed_sequences") is None:
         return versions
     keys = [one.key for one in reading.taken if one.field == "packed_sequences"]

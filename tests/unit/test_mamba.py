@@ -178,6 +178,7 @@ def test_a_script_without_positions_says_so_by_a_word(tmp_path: Path) -> None:
     assert "pretrain_hybrid.py" not in str(job.warnings)
     assert scenario.architecture.position_embedding_type == "none"
     assert scenario.architecture.hybrid_override_pattern == "M*-M"
+    assert "as of megatron-core 0.19, since no version is given" in str(job.warnings)
 
 
 def _script(folder: Path, flags: str) -> Job:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memlab.engines.megatron.layers.quick_gelu import quick_gelu
+from memlab.engines.megatron.layers.compiled_activations import quick_gelu
 from memlab.engines.megatron.layers.torch_functions import (
     CausalAttention,
     GroupedLinear,
