@@ -21,13 +21,11 @@ from torch.utils.checkpoint import checkpoint
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.engines.fsdp2 import selective_checkpoint
-from memlab.engines.fsdp2 import pipelined_step
 from memlab.engines.fsdp2 import training_step as steps
 from memlab.engines.fsdp2.automodel_classes import CHECKPOINTED
 from memlab.engines.fsdp2.flat_model import FlatModel
 from memlab.engines.fsdp2.groups import ShardedGroups, holdings
 from memlab.engines.fsdp2.hugging_face import check_installed
-from memlab.engines.fsdp2.pipelined_model import PipelinedModel
 from memlab.engines.fsdp2.sharded_model import ShardedModel
 from memlab.engines.megatron.retention import transformer_engine_caches
 from memlab.engines.protocol import ALL_MICROBATCHES, Held, HeldTensor, Microbatches, Place
@@ -86,7 +84,9 @@ class Fsdp2Engine:
         if not torch.distributed.is_initialized():
             self._place.join(self.scenario.layout)
         kind = FlatModel if self.scenario.state.fsdp_version == 1 else ShardedModel
-        if self.scenario.layout.pipeline_model_parallel_size > 1:
+        if self._has_stages:  # torch's pipelining takes a second to import
+            from memlab.engines.fsdp2.pipelined_model import PipelinedModel
+
             kind = PipelinedModel
         self._live = kind(self.scenario, self._place.kind)
 
@@ -169,14 +169,17 @@ class Fsdp2Engine:
         update: Callable[[], None] | None = None,
     ) -> float | None:
         self._labels = labels
-        if isinstance(self.live, PipelinedModel):
-            return pipelined_step.train_step(self.live, self.scenario, labels, load_for_update, microbatches, update)
+        if self._has_stages:
+            from memlab.engines.fsdp2 import pipelined_step
+
+            live: Any = self.live
+            return pipelined_step.train_step(live, self.scenario, labels, load_for_update, microbatches, update)
         return steps.train_step(self.live, self.scenario, labels, load_for_update, microbatches, update)
 
     def forward_only_step(
         self, labels: Labels, microbatches: Microbatches = ALL_MICROBATCHES, *, suspend_offload: bool
     ) -> float | None:
-        if isinstance(self.live, PipelinedModel):
+        if self._has_stages:
             raise ValueError(
                 "engine is 'fsdp2' with pipeline stages, of which memlab takes no forward-only step: choose "
                 "pipeline_model_parallel_size 1, or a training step"
@@ -252,6 +255,10 @@ class Fsdp2Engine:
 
     def repair(self) -> None:
         """Does nothing: there are no faults to repair."""
+
+    @property
+    def _has_stages(self) -> bool:
+        return self.scenario.layout.pipeline_model_parallel_size > 1
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Returns the contexts of a checkpoint's forward, and of its recomputation."""

@@ -37,7 +37,7 @@ class PipelinedModel(ShardedModel):
     """
 
     def __init__(self, scenario: Scenario, place: BackendKind) -> None:
-        self.stages: list[_Stage] = []
+        self.stages: list[Any] = []
         """torch's, in the order of the model, once a step has begun."""
         self._schedule: Any = None
         self._built_for: Any = None
@@ -124,7 +124,7 @@ class PipelinedModel(ShardedModel):
         return parts
 
     def _build_schedule(self, scenario: Scenario) -> Any:
-        group, width = self._pipeline_mesh.get_group(), scenario.architecture.hidden_size
+        group, width = self.pipeline_mesh.get_group(), scenario.architecture.hidden_size
         rows, dtype = (scenario.micro_batch_size, scenario.seq_length), DTYPES[scenario.dtype]
         hidden = torch.empty((*rows, width), dtype=dtype, device="meta", requires_grad=True)
         logits = torch.empty((*rows, scenario.architecture.vocab_size), dtype=dtype, device="meta", requires_grad=True)

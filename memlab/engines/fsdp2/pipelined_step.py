@@ -1,4 +1,4 @@
-"""One step of a rank's stages of a pipeline: torch's schedule, and then the update, as NeMo Automodel's recipe runs them.
+"""One step of a rank's stages of a pipeline: torch's schedule, and then the update, as NeMo Automodel runs them.
 
 ``_forward_backward_step`` in ``recipes/llm/train_ft.py`` (36044ad3) gives the schedule a batch with the rows of all
 micro-batches.

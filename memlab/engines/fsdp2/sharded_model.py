@@ -175,27 +175,14 @@ class ShardedModel:
 
     def _shard(self, mesh_device: str, scenario: Scenario) -> None:
         """Has FSDP2 shard each layer, and then the model."""
-        state, tensor_ranks = scenario.state, scenario.layout.tensor_model_parallel_size
-        sizes = {"pp": scenario.layout.pipeline_model_parallel_size, "dp_replicate": state.dp_replicate_size}
-        sizes |= {"dp_shard": scenario.ranks_of_shards, "tp": tensor_ranks}
-        named = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
-        mesh = init_device_mesh(mesh_device, tuple(named.values()), mesh_dim_names=tuple(named))
-        if "pp" in named:
-            self._pipeline_mesh = mesh["pp"]
-        if tensor_ranks > 1:
-            for root in self.roots:
-                divide(root, mesh["tp"], sequences=scenario.layout.sequence_parallel)
-        of_shards = tuple(name for name in named if name.startswith("dp"))
-        if len(of_shards) < len(named):
-            mesh = mesh[of_shards]
+        state, mesh = scenario.state, self._spread(mesh_device, scenario)
         options: dict[str, Any] = {
             "mesh": mesh,
             "mp_policy": _policy(scenario),
             "offload_policy": CPUOffloadPolicy() if state.fsdp_cpu_offload else OffloadPolicy(),
         }
-        if not scenario.architecture.share_embeddings_and_output_weights:
-            if state.separate_embeddings != "none":
-                self._embedding = _present(root.model.embed_tokens for root in self.roots)
+        if state.separate_embeddings != "none" and not scenario.architecture.share_embeddings_and_output_weights:
+            self._embedding = _present(root.model.embed_tokens for root in self.roots)
             if state.separate_embeddings == "both":
                 self._output = _present(root.lm_head for root in self.roots)
         units = [*self.layers, *self._embedding, *self._output, *self.roots]
@@ -213,10 +200,22 @@ class ShardedModel:
         for unit in units:
             fully_shard(unit, reshard_after_forward=state.reshard_after_forward_ranks or True, **options)
         units += self._experts
-        if mesh_device == "cpu":  # gloo has no average
-            for root in self.roots:
-                root.set_force_sum_reduction_for_comms(True)
+        for root in self.roots if mesh_device == "cpu" else ():  # gloo has no average
+            root.set_force_sum_reduction_for_comms(True)
         self._meshes_after_forward = {group: group.post_forward_mesh_info for unit in units for group in _groups(unit)}
+
+    def _spread(self, mesh_device: str, scenario: Scenario) -> Any:
+        """Divides matrices over tensor parallel ranks, and returns the mesh of the ranks that have shards."""
+        state, tensor_ranks = scenario.state, scenario.layout.tensor_model_parallel_size
+        sizes = {"pp": scenario.layout.pipeline_model_parallel_size, "dp_replicate": state.dp_replicate_size}
+        sizes |= {"dp_shard": scenario.ranks_of_shards, "tp": tensor_ranks}
+        named = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+        mesh = init_device_mesh(mesh_device, tuple(named.values()), mesh_dim_names=tuple(named))
+        self.pipeline_mesh: Any = mesh["pp"] if "pp" in named else None
+        for root in self.roots if tensor_ranks > 1 else ():
+            divide(root, mesh["tp"], sequences=scenario.layout.sequence_parallel)
+        of_shards = tuple(name for name in named if name.startswith("dp"))
+        return mesh[of_shards] if len(of_shards) < len(named) else mesh
 
     def _divide(self, module: Any, scenario: Scenario) -> Any:
         """Returns the rank's part of transformers' model: all of it, but for `memlab.engines.fsdp2.pipelined_model`."""
