@@ -1444,6 +1444,11 @@ class Scenario:
             reasons["fp32_sharded_params"] = "the parameters are fp32 already"
         if self.state.defer_fsdp_grad_sync and self.num_microbatches == 1:
             reasons["defer_fsdp_grad_sync"] = "the only micro-batch is the last one"
+        if self.layout.pipeline_model_parallel_size == 1:
+            names = {"schedule_runs", "return_outputs"} & set(self.state.changed())
+            reasons |= dict.fromkeys(names, "one pipeline stage has no schedule")
+        elif self.state.defer_fsdp_grad_sync:
+            reasons["defer_fsdp_grad_sync"] = "torch's schedules reduce gradients at their end in any case"
         state = self.state
         if state.store_param_remainders and state.adam_implementation == "te_fused":
             if not state.master_weights:
