@@ -693,7 +693,7 @@ class TrainingState:
         "each reduces gradients at its end (default 1)",
         rebuilds="nothing",
         advice="give a divisor of num_microbatches",
-        **_FSDP2,
+        **_LOOP_OF_FSDP2,
     )
     """In NeMo Automodel, the rows of all data parallel ranks' ``local_batch_size`` are one run, and
     ``global_batch_size`` counts the rows of an update."""
@@ -702,7 +702,7 @@ class TrainingState:
         "with pipeline stages, have the last one keep the logits of all micro-batches until the next run, and join "
         "them at its end",
         rebuilds="nothing",
-        **_FSDP2,
+        **_LOOP_OF_FSDP2,
     )
     """An argument of the ``step`` of torch's schedules, whose default NeMo Automodel takes; torchtitan gives False."""
     separate_embeddings: SeparateEmbeddings = option(

@@ -39,8 +39,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "defer_fsdp_grad_sync": (True,),
     "separate_embeddings": ("none", "input", "both"),
     "reshard_root_after_forward": (True,),
-    "schedule_runs": (2,),
-    "return_outputs": (False,),
     "loss_of_transformers": ("cross_entropy", "masked_cross_entropy", "logprobs_flash_attn", "logprobs_by_row"),
     "attn_implementation": ("sdpa", "flash_attention_2", "eager"),
     "adam_implementation": ("foreach", "fused", "for_loop", "te_fused"),
