@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture, find_architecture
-from memlab.config.exchange_buffers import check_exchange
+from memlab.config.communication_restrictions import check_exchange, check_user_buffers
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
@@ -32,7 +32,6 @@ from memlab.config.pipeline_layout import extra_layers
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import LOSS_OPTIONS, AttnImplementation, TrainingState
 from memlab.config.transformers_linears import adapted_linears, linears
-from memlab.config.user_buffers import check_user_buffers
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
 from memlab.config.versions import OLDER_FILES, Versions
 
@@ -209,8 +208,8 @@ class Scenario:
                 *("overlap_param_gather_with_optimizer_step", "virtual_pipeline_model_parallel_size"),
             )
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
-        check_user_buffers(self)
-        check_exchange(self)
+        check_user_buffers(self.state, self.architecture, self.layout, self.dtype)
+        check_exchange(self.state, self.architecture, self.layout, self.dtype)
 
     @property
     def teacher(self) -> Scenario:
