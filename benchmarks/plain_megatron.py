@@ -275,7 +275,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
     from memlab import Lab, Layout, MemorySettings, TrainingState, Versions
     from memlab.config.architectures import find_architecture
     from memlab.config.routing import Routing
-    from tests.unit.inside import inside
+    from tests.unit.inside import skip_first_calls
 
     architecture = find_architecture(job["model"]).with_layers(job["num_layers"])
     sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
@@ -296,7 +296,7 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
         backend="simulated",
     ) as lab:
         if not job["ranks"][rank].get("first_uses"):
-            inside(lab).model.labels.skip_first_calls()
+            skip_first_calls(lab)
         return lab.step(MemorySettings(**job["settings"]))
 
 
