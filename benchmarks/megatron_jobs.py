@@ -623,9 +623,7 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN, 4, "CP4 EP4", {}, recompute("moe_act"))
     yield from of(PHI, 8, "TP2 PP2", {}, recompute("core_attn"), num_microbatches=4)
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
-    yield from further_layouts_of_four_ranks(of)
-    yield from one_rank(of)
-    yield from latent_attention(of)
+    yield from chain(further_layouts_of_four_ranks(of), one_rank(of), latent_attention(of))
     yield from chain(
         shared_experts_and_routers(of), families_of_experts(of), further_experts(of), dispatch_of_tokens(of)
     )
@@ -665,8 +663,8 @@ def further_layouts_of_four_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[
     yield from of(QWEN, 4, "TP2 CP2 EP2 ETP1", {}, FULL)
     yield from of(QWEN, 4, "EP2 DP4", {})
     for layout, num_microbatches in (("PP4", 8), ("CP2 DP2", 1)):
-        yield from of(PHI, 4, layout, num_microbatches=num_microbatches, state={"calculate_per_token_loss": True})
-    yield from of(QWEN, 4, "EP2 DP4", state={"calculate_per_token_loss": True})
+        yield from of(PHI, 4, layout, num_microbatches=num_microbatches, config=PER_TOKEN)
+    yield from of(QWEN, 4, "EP2 DP4", config=PER_TOKEN)
 
 
 def mamba(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
