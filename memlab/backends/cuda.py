@@ -70,8 +70,6 @@ def check_available() -> Unavailable | None:
         return Unavailable(f"torch {torch.__version__} is built without CUDA", f"with an NVIDIA GPU, {install}")
     if not torch.cuda.is_available():
         return Unavailable("torch sees no CUDA device", "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES")
-    if not hasattr(torch.cuda.memory, "_set_memory_metadata"):
-        return Unavailable(f"torch {torch.__version__} does not label allocations, 2.10 and later do", install)
     too_late = [name for name, value in EARLY_VARIABLES.items() if _is_too_late(name, value)]
     if too_late:
         line = " ".join(f"{name}={EARLY_VARIABLES[name]}" for name in too_late)
