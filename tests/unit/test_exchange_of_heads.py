@@ -12,6 +12,7 @@ from memlab.engines.megatron.layers.all_to_all_attention import AllToAllAttentio
 from memlab.engines.megatron.layers.flash_attention import flash_attention
 from memlab.engines.megatron.layers.torch_functions import CausalAttention
 from tests.unit.ranks import on_ranks
+from tests.unit.saved import saved_tensors
 from tests.unit.test_context_parallel import chunks
 
 TOKENS, HEADS, GROUPS, CHANNELS = 12, 8, 4, 8
@@ -56,15 +57,12 @@ def test_ranks_that_exchange_heads_compute_what_one_rank_does(
 
     whole = gradients(list(range(num_tokens)), CausalAttention, 0.0)
     parts: dict[int, tuple[torch.Tensor, ...]] = {}
-    kept: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
+    kept: dict[int, list[int]] = {}
 
     def job(rank: int, group: Any) -> None:
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            kept[rank].append(tensor.numel())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with saved_tensors() as saved:
             parts[rank] = gradients(chunks(ranks, rank, num_tokens), AllToAllAttention, group)
+        kept[rank] = [tensor.numel() for tensor in saved]
 
     on_ranks(ranks, job)
     for rank in range(ranks):
