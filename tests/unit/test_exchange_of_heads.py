@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from memlab import Lab, Layout, MemorySettings, Scenario, TrainingState
+from memlab.config import without_effect
 from memlab.engines.megatron.layers.all_to_all_attention import AllToAllAttention
 from memlab.engines.megatron.layers.flash_attention import flash_attention
 from memlab.engines.megatron.layers.torch_functions import CausalAttention
@@ -152,4 +153,4 @@ def test_ranks_that_share_a_head_of_keys_have_none_to_exchange() -> None:
 )
 def test_what_a_rank_does_not_read_is_named(state: TrainingState, layout: Layout, unread: set[str]) -> None:
     scenario = Scenario.of("qwen3-dense-tiny", num_layers=3, seq_length=256, layout=layout, state=state)
-    assert set(scenario.without_effect()) == unread
+    assert set(without_effect.of_scenario(scenario)) == unread
