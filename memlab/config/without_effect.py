@@ -1,4 +1,4 @@
-"""Which options of a training state do nothing, each with the reason.
+"""Which memory settings and which options of a training state do nothing, each with the reason.
 
 What an option's row says of it (`memlab.config.option.Option.needs`) is taken from there.
 """
@@ -8,11 +8,82 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from memlab.config.architectures import Architecture
 from memlab.config.lora import LINEARS, OUTPUT_LAYER
+from memlab.config.model_restrictions import checkpoints_moe_layers, is_without_checkpoints
 from memlab.config.option import unread
 from memlab.config.scenario import Scenario
+from memlab.config.settings import NEWER_SETTINGS, MemorySettings
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.transformers_linears import linears
+
+_DEFAULT = MemorySettings()
+_MODULES = ("recompute_modules", "offload_modules")
+
+
+def of_settings(settings: MemorySettings, architecture: Architecture) -> dict[str, str]:
+    """Names the settings that Megatron accepts and then ignores, as far as the model's structure decides it.
+
+    Returns:
+        Setting (``field:module``) to the reason, for each setting that changes nothing on this architecture. What
+        only a run can show (tensors under the minimum size, the last group of a name) is added by the step record.
+    """
+    reasons: dict[str, str] = {}
+    if settings.offload_modules is None and settings.min_offloaded_tensor_size != _DEFAULT.min_offloaded_tensor_size:
+        reasons["min_offloaded_tensor_size"] = "no offload_modules are named, so no tensor is compared with it"
+    if settings.offload_modules is None:
+        idle = _given_of_newer(settings)
+        reasons |= dict.fromkeys(idle, "no offload_modules are named, so nothing is transferred")
+    if settings.offload_optimizer and settings.offload_optimizer_except_update:
+        reasons["offload_optimizer"] = "offload_optimizer_except_update already keeps the same state on the host"
+    if settings.checkpoint_input_remedy is not None and not checkpoints_moe_layers(settings, architecture):
+        reasons["checkpoint_input_remedy"] = "only a checkpoint around an MoE layer keeps its input: " + (
+            "choose recompute_granularity 'full', or recompute 'moe'"
+            if architecture.keeps_graph
+            else f"{architecture.name} is dense and has none"
+        )
+    if {"core_attn"} <= set(settings.offload_modules or ()) & set(settings.recompute_modules or ()):
+        reasons["offload_modules:core_attn"] = "core_attn is recomputed, and then Megatron offloads nothing of it"
+    named = {f"{field}:{name}" for field in _MODULES for name in getattr(settings, field) or ()}
+    return reasons | {name: reason for name, reason in architecture.without_effect.items() if name in named}
+
+
+def _given_of_newer(settings: MemorySettings) -> list[str]:
+    return [name for name in NEWER_SETTINGS if getattr(settings, name) != getattr(_DEFAULT, name)]
+
+
+def of_full_recompute(settings: MemorySettings, scenario: Scenario) -> dict[str, str]:
+    """Names full recompute where Megatron-Core ignores it."""
+    reason = "megatron-core 0.16 and 0.17 ignore full recompute in a model with layers of Mamba, 0.18 has it"
+    return {"recompute_granularity": reason} if is_without_checkpoints(settings, scenario) else {}
+
+
+def on_this_rank(settings: MemorySettings, scenario: Scenario) -> dict[str, str]:
+    """Names the modules that other layers of the model have, and no layer of this rank."""
+    kinds = scenario.architecture.kinds_of(scenario.layers_of_rank)
+    present = {name for kind, count in kinds.items() if count for field in _MODULES for name in getattr(kind, field)}
+    reason = "no layer of this rank has this module: layers of other ranks do"
+    return {
+        f"{field}:{name}": reason
+        for kind, count in kinds.items()
+        if not count
+        for field in _MODULES
+        for name in set(getattr(kind, field)) & set(getattr(settings, field) or ()) - present
+    }
+
+
+def beside_cpu_optimizer(settings: MemorySettings, state: TrainingState) -> dict[str, str]:
+    """Names what does nothing where the CPU optimizer already keeps the whole state on the host."""
+    names = ("offload_optimizer", "offload_optimizer_except_update") if state.keeps_optimizer_on_host else ()
+    reason = "optimizer_cpu_offload keeps the whole optimizer state on the host already"
+    return {name: reason for name in names if getattr(settings, name)}
+
+
+def in_forward_only_pass(settings: MemorySettings) -> dict[str, str]:
+    """Names what does nothing in a forward-only pass, like `of_settings`: nothing is saved for backward."""
+    names = [name for name in ("recompute_granularity", "checkpoint_input_remedy") if getattr(settings, name)]
+    names += [f"offload_modules:{name}" for name in settings.offload_modules or ()]
+    return dict.fromkeys(names, "a forward-only pass saves nothing that could be recomputed or offloaded")
 
 
 def of_state(state: TrainingState) -> dict[str, str]:
@@ -130,11 +201,11 @@ def _on_adapters(job: Scenario) -> dict[str, str]:
     )
     if lora.exclude_modules and not excludes:
         reasons["lora_exclude_modules"] = "no linear of this rank that would have an adapter has such a name"
-    names = [name for _, name in job._linears_with_adapters()] + [OUTPUT_LAYER] * lora.adapts(OUTPUT_LAYER)
+    names = [name for _, name in job.linears_with_adapters()] + [OUTPUT_LAYER] * lora.adapts(OUTPUT_LAYER)
     unused = lora.unused_targets(names) if lora.target_modules != LINEARS else []
     if unused:
         reasons["lora_target_modules"] = f"no linear of this rank has the name {' or '.join(unused)}"
-    if not any(linear.num_experts for linear, _ in job._linears_with_adapters()):
+    if not any(linear.num_experts for linear, _ in job.linears_with_adapters()):
         of_experts = {"lora_share_expert_adapters", "lora_normalize_moe_lora"} & job.state.changed().keys()
         reasons |= dict.fromkeys(of_experts, "no linear of experts has an adapter")
     return reasons
