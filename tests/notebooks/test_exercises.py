@@ -489,7 +489,10 @@ EXERCISES = {
                 selective("mlp", others=", offload_optimizer=True"),
                 shorter(step("MemorySettings()")),
             ),
-            also_right=(block("num_layers // 2"), offload("qkv_linear", "core_attn", "attn_proj")),
+            also_right=(
+                block("num_layers // 2"),
+                selective("mlp", others=', offload_modules=["core_attn"], min_offloaded_tensor_size=0'),
+            ),
         ),
         Exercise(
             solution=for_each("(room - start) / (peak - start) * tokens", LONGEST, "steps"),
@@ -592,9 +595,8 @@ EXERCISES = {
         Exercise(
             solution=layout(tp=2, pp=2, dp=2),
             also_right=(
-                layout(pp=4, dp=2),
                 'mine = Layout.from_text("TP2 PP4")',
-                layout(pp=8),
+                layout(tp=2, pp=2, context_parallel_size=2),
             ),
             wrong=(
                 "mine = Layout(TP=2)",
