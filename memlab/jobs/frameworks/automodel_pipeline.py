@@ -19,6 +19,7 @@ from memlab.jobs.frameworks.keys import COUNT
 _SECTION = "distributed.pipeline"
 _SCHEDULE, _ROWS = f"{_SECTION}.pp_schedule", f"{_SECTION}.pp_microbatch_size"
 _LAYERS, _ROUNDING = f"{_SECTION}.layers_per_stage", f"{_SECTION}.round_virtual_stages_to_pp_multiple"
+_DEFER = "distributed.defer_fsdp_grad_sync"
 _SCHEDULES = ("1f1b", "interleaved1f1b")
 
 
@@ -57,6 +58,9 @@ def take_microbatches(reading: Reading) -> None:
         reading.miss(
             f"{_SECTION}.dtype", "more", "without it, stages receive into buffers of the type of the shards, fp32"
         )
+    if not values["defer_fsdp_grad_sync"]:
+        reading.miss(_DEFER, "less", "gradients are reduced after each micro-batch, and memlab keeps them whole")
+        values["defer_fsdp_grad_sync"] = True
     reading.known |= {f"{_SECTION}.dtype", f"{_SECTION}.pp_seq_len", _SCHEDULE}
 
 
@@ -107,6 +111,7 @@ def composed_of_pipeline(scenario: Scenario) -> dict[str, Any]:
         "layers_of_chunk": scenario.num_layers_of_chunk if is_interleaved else None,
         "rows_of_stage": scenario.micro_batch_size,
         "micro_batch_size": scenario.micro_batch_size * of_run,
+        "defer_fsdp_grad_sync": True,
     }
 
 
