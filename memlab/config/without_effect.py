@@ -224,17 +224,20 @@ def _on_experts(job: Scenario) -> dict[str, str]:
     return reasons
 
 
+def _on_stages(job: Scenario) -> dict[str, str]:
+    if job.layout.pipeline_model_parallel_size > 1:
+        always = "torch's schedules reduce gradients at their end in any case"
+        return {"defer_fsdp_grad_sync": always} if job.state.defer_fsdp_grad_sync else {}
+    names = {"schedule_runs", "return_outputs"} & job.state.changed().keys()
+    return dict.fromkeys(names, "one pipeline stage has no schedule")
+
+
 def _on_fsdp2(job: Scenario) -> dict[str, str]:
-    reasons = _on_units(job)
+    reasons = _on_units(job) | _on_stages(job)
     if job.state.fp32_sharded_params and job.dtype == "fp32":
         reasons["fp32_sharded_params"] = "the parameters are fp32 already"
     if job.state.defer_fsdp_grad_sync and job.num_microbatches == 1:
         reasons["defer_fsdp_grad_sync"] = "the only micro-batch is the last one"
-    if job.layout.pipeline_model_parallel_size == 1:
-        of_stages = {"schedule_runs", "return_outputs"} & job.state.changed().keys()
-        reasons |= dict.fromkeys(of_stages, "one pipeline stage has no schedule")
-    elif job.state.defer_fsdp_grad_sync:
-        reasons["defer_fsdp_grad_sync"] = "torch's schedules reduce gradients at their end in any case"
     state = job.state
     if state.store_param_remainders and state.adam_implementation == "te_fused":
         if not state.master_weights:
