@@ -492,3 +492,4 @@ def test_the_page_of_four_gpus_has_the_measured_figures_of_every_rank() -> None:
         assert told == [*(f"{size:.3f}" for size in sizes), f"{step['outside_torch_bytes'] / 2**30:.2f}"], cells
         low, high = map(float, cells[10].split(" to "))
         assert low <= float(told[3]) <= high
+    assert f"On four H200s, {len(jobs_of_four)} jobs were compared" in (labs / "07_full_size.ipynb").read_text()
