@@ -520,9 +520,13 @@ def _architecture(
     except ValueError as error:
         if model is not None and model.lacks:
             reading.lacks.append(model.lacks)
-            frozen = ", and Megatron-Bridge's provider freezes its language model" if model.predicted() else ""
+            alone = ""
+            if model.predicted() and framework.engine != "megatron":
+                alone = ", beside which memlab predicts a language model with Megatron only"
+            elif model.predicted():
+                alone = ", and Megatron-Bridge's provider freezes its language model"
             raise ValueError(
-                f"the model is {shortened(reading.values['architecture'])}, which has {model.lacks}{frozen}: memlab "
+                f"the model is {shortened(reading.values['architecture'])}, which has {model.lacks}{alone}: memlab "
                 "names its fields and predicts nothing of it; give --architecture with a model like it for an estimate"
             ) from error
         if reading.values.get("architecture") is not None and missing_sizes(reading.values):

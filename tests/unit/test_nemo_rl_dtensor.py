@@ -149,3 +149,17 @@ def test_ranks_that_share_matrices_or_sequences_are_read(tmp_path: Path) -> None
     plan = f"{DTENSOR}.custom_parallel_plan"
     own = read(tmp_path, **divided, policy__dtensor_cfg__custom_parallel_plan="my.module.plan")
     assert (plan, "either") in {(one.key, one.effect) for one in own.not_modelled}
+
+
+def test_what_only_automodel_s_own_classes_read_is_named(tmp_path: Path) -> None:
+    """``BackendConfig`` of Automodel, which NeMo-RL 7ea279ab hands to the class of a model."""
+    backend = {"_target_": "BackendConfig", "attn": "te", "rms_norm": "te", "rope_fusion": False}
+    job = read(
+        tmp_path,
+        policy__dtensor_cfg__automodel_kwargs={"backend": backend},
+        policy__dtensor_cfg__moe_parallelizer={"ignore_router_for_ac": True, "lm_head_precision": None},
+    )
+    named = {one.key.removeprefix(f"{DTENSOR}.") for one in job.not_modelled if one.key.startswith(DTENSOR)}
+    own = {"automodel_kwargs.backend.attn", "automodel_kwargs.backend.rms_norm"}
+    assert named == own | {"moe_parallelizer.ignore_router_for_ac"}
+    assert not {f"{DTENSOR}.{one}" for one in named} & job.without_effect.keys()
