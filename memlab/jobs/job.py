@@ -520,20 +520,25 @@ def _architecture(
     except ValueError as error:
         if model is not None and model.lacks:
             reading.lacks.append(model.lacks)
-            alone = ""
-            if model.predicted() and framework.engine != "megatron":
-                alone = ", beside which memlab predicts a language model with Megatron only"
-            elif model.predicted():
-                alone = ", and Megatron-Bridge's provider freezes its language model"
             raise ValueError(
-                f"the model is {shortened(reading.values['architecture'])}, which has {model.lacks}{alone}: memlab "
-                "names its fields and predicts nothing of it; give --architecture with a model like it for an estimate"
+                f"the model is {shortened(reading.values['architecture'])}, which has {model.lacks}"
+                f"{_why_not_alone(model, framework)}: memlab names its fields and predicts nothing of it; give "
+                "--architecture with a model like it for an estimate"
             ) from error
         if reading.values.get("architecture") is not None and missing_sizes(reading.values):
             reading.lacks.append(f"the model {shortened(reading.values['architecture'])}")
         elif missing_sizes(reading.values):
             reading.assumed.append("the model")
         raise
+
+
+def _why_not_alone(model: OtherModel, framework: Framework) -> str:
+    """Returns why memlab does not predict the language model without the parts beside it, where it has the model."""
+    if not model.predicted():
+        return ""
+    if framework.engine == "megatron":
+        return ", and Megatron-Bridge's provider freezes its language model"
+    return ", beside which memlab predicts a language model with Megatron only"
 
 
 def _language_model(model: OtherModel | None, framework: Framework, reading: Reading) -> Architecture | None:
