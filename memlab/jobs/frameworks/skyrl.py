@@ -150,6 +150,14 @@ def longest_row(reading: Reading) -> int:
     length: their programs ask for the whole one (``main_harbor.py`` in examples/train_integrations/harbor, a9564572).
     """
     values, program = reading.values, reading.entries.program
+    steps = "generator.step_wise_trajectories"
+    if reading.get(steps) is True:  # ``merge_stepwise_output`` joins those of which one begins with another
+        reading.known.add(steps)
+        reading.warnings.append(
+            f"{steps}: each step of an answer is a sequence, so the number of micro-batches depends on the data; "
+            "memlab predicts one sequence for each answer; more of them need no more memory, unless experts are spread "
+            "over ranks"
+        )
     prompt = values.pop("prompt_length")
     longest: int = (values.pop("input_length") or prompt) + values.pop("response_length")
     if program is None or "harbor" not in str(program.value):
