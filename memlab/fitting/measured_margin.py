@@ -31,9 +31,9 @@ MARGIN_WITH_EXPERTS = Margin(0.003, "on H200s, steps of models with experts")
 it was first measured, and 0.01 % higher the second time (``labs/LOG.md``, 2026-11-27, late night)."""
 MARGIN_WITH_EXPERTS_AND_MICROBATCHES = Margin(0.006, "on H200s, steps of models with experts and several micro-batches")
 """The same with two to four micro-batches, where a step is sure to complete only with all that torch reserves
-(`needs_whole_reserve`): one of 12 limits was 0.58 % above the bytes that torch is predicted to reserve. A predicted step
-is the first of its process, which takes later blocks from the segment in which Triton timed its kernels; the measured
-ones were not, and without the timing that prediction is 0.02 % above the limit."""
+(`needs_whole_reserve`): one of 12 limits was 0.58 % above the bytes that torch is predicted to reserve. A predicted
+step is the first of its process, and takes later blocks from the segment in which Triton timed its kernels; the
+measured ones were not, and without the timing that prediction is 0.02 % above the limit."""
 MARGIN_WITH_SPREAD_EXPERTS = Margin(
     0.007, "on H200s, steps of models with experts spread over ranks, with one micro-batch,"
 )
