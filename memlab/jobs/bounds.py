@@ -334,8 +334,8 @@ def _newer_delta_net_bytes(scenario: Scenario) -> int | None:
         return None
     tokens = scenario.micro_batch_size * scenario.seq_length // ranks
     layers = model.kinds_of(scenario.layers_of_rank)[part] * scenario.most_passes_in_flight
-    kept = 2 * part.convolved_width + 8 * part.linear_num_value_heads
-    return tokens * (layers * kept + 3 * 2 * part.convolved_width)
+    convolved = (2 if scenario.dtype == "bf16" else 4) * part.convolved_width
+    return tokens * (layers * (convolved + 8 * part.linear_num_value_heads) + 3 * convolved)
 
 
 def _whole_embedding_bytes(scenario: Scenario) -> int:
