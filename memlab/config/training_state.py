@@ -285,8 +285,8 @@ class TrainingState:
     temporaries are not at a peak."""
     entropy_loss: bool = option(
         False,
-        "with the losses logprobs, vocab_parallel_cross_entropy, softmax and scaled_softmax: subtract a part of the logits' "
-        "entropy from the loss, and keep what its gradient needs",
+        "with the losses logprobs, vocab_parallel_cross_entropy, softmax and scaled_softmax: subtract a part of the "
+        "logits' entropy from the loss, and keep what its gradient needs",
         **_LOSS_OF_FEW,
     )
     entropy_chunk_size: int | None = option(
