@@ -308,8 +308,10 @@ def _take_layers(reading: Reading) -> None:
     positions = values.setdefault("position_embedding_type", "none" if is_hybrid else "rope")
     if positions == "yarn":
         values["position_embedding_type"] = "rope"
+    elif positions == "learned_absolute":  # as many as tokens (``provide`` in models/gpt_provider.py)
+        values["max_position_embeddings"] = reading.get("model.seq_length")
     elif positions not in ("rope", "none"):
-        reading.blocked["model"].append(f"positions {positions}: memlab has rope and none in jobs of Megatron-Bridge")
+        reading.blocked["model"].append(f"positions {positions}: memlab has rope, learned_absolute and none")
     norm = values.setdefault("normalization", "RMSNorm")
     if norm not in ("RMSNorm", "LayerNorm"):
         reading.blocked["model"].append(f"normalization {norm}: memlab has RMSNorm and LayerNorm")
