@@ -1234,6 +1234,8 @@ class Scenario:
         joining = joining_weights(model.hidden_size, model.normalization)
         for weight in (*joining, *model.weights_of([self.num_layers - 1])) if extra else ():
             counts[weight] += extra
+        if self.state.fake_balanced_gate:
+            counts = Counter({one: count for one, count in counts.items() if not one.name.startswith("mlp.router.")})
         return counts
 
     def weights_of_adapters(self) -> Iterator[Weight]:

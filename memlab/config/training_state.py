@@ -720,6 +720,13 @@ class TrainingState:
         **_LOOP_OF_FSDP2,
     )
     """`memlab.engines.fsdp2.automodel_classes` and `memlab.engines.fsdp2.automodel_experts` have them."""
+    fake_balanced_gate: bool = option(
+        False,
+        "with NeMo Automodel's own classes of models with experts: tokens choose experts in turn, without a router",
+        rebuilds="model",
+        **_LOOP_OF_FSDP2,
+    )
+    """``model.backend.fake_balanced_gate``, which Automodel's benchmarks set: the model then has no router's weights."""
     attn_implementation: AttnImplementation = option(
         "sdpa",
         "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "

@@ -20,10 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2.automodel_attention import Attention, Rotations
 from memlab.engines.fsdp2.automodel_norm import Norm
+from memlab.engines.fsdp2.automodel_router import router_of
 from memlab.engines.megatron.routing_draws import RoutingDraws
-
-_LOSS_OF_BALANCE = 0.001
-"""``router_aux_loss_coef``, where a config.json has none."""
 
 
 def change_experts(module: Any, scenario: Scenario) -> None:
@@ -66,7 +64,7 @@ class _Mixture(torch.nn.Module):
 
     def __init__(self, of_transformers: Any, scenario: Scenario, dispatcher: Any) -> None:
         super().__init__()
-        self.gate = _Gate(of_transformers.gate)
+        self.gate = router_of(of_transformers.gate, scenario)
         kind = _GatheringExperts if dispatcher is None else _SendingExperts
         self.experts = kind(of_transformers.experts, scenario, dispatcher)
 
@@ -77,57 +75,6 @@ class _Mixture(torch.nn.Module):
         weights, chosen = self.gate(tokens, is_token)
         output: torch.Tensor = self.experts(tokens, is_token, weights, chosen)
         return output.view(hidden_states.shape)
-
-
-class _Gate(torch.nn.Module):
-    """The router (``Gate``), which scores in fp32 and adds the loss of load balance to the graph."""
-
-    def __init__(self, of_transformers: Any) -> None:
-        super().__init__()
-        self.weight, self.topk = of_transformers.weight, of_transformers.top_k
-        self.normalizes = of_transformers.norm_topk_prob
-
-    def forward(self, tokens: torch.Tensor, is_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns weights in the tokens' type, and experts int64; both [tokens, experts per token]."""
-        logits = torch.nn.functional.linear(tokens, self.weight.to(tokens.dtype))
-        scores = every = logits.softmax(dim=-1, dtype=torch.float32)
-        chosen = torch.topk(scores, k=self.topk, dim=-1)[1]
-        weights = scores.gather(1, chosen)
-        if self.normalizes and self.topk > 1:
-            total, of_all = weights.sum(-1, keepdim=True) + 1e-20, every.sum(-1, keepdim=True) + 1e-20
-            weights, every = weights / total, every / of_all
-        weights = weights * 1.0  # ``route_scale``
-        rows = self._rows_of_experts(chosen, is_token)
-        loss = self._loss(every.float(), rows.float(), is_token)
-        weights = _Balanced.apply(weights, _LOSS_OF_BALANCE * loss)
-        return weights.type_as(tokens), chosen
-
-    def _rows_of_experts(self, chosen: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
-        chooses = chosen.new_zeros((len(chosen), len(self.weight)))
-        ones = is_token.to(chooses.dtype).unsqueeze(-1).expand(-1, chosen.shape[1])
-        chooses.scatter_(dim=1, index=chosen, src=ones)
-        return chooses.sum(dim=0)
-
-    def _loss(self, scores: torch.Tensor, rows: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
-        number = is_token.sum()
-        of_experts = (scores * is_token.unsqueeze(-1)).sum(dim=0)
-        number = torch.clamp(number, min=1)
-        shares = rows * len(self.weight) / (self.topk * number)
-        return torch.sum(shares * (of_experts / number))
-
-
-class _Balanced(torch.autograd.Function):
-    """``MoEAuxLossAutoScaler``: returns the weights, and gives the loss a gradient of 1."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(loss.float())
-        return weights
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        (loss,) = ctx.saved_tensors
-        return grads[0], torch.ones_like(loss)
 
 
 class _Experts(torch.nn.Module):
@@ -196,7 +143,7 @@ class _GatheringExperts(_Experts):
         matrices: list[torch.Tensor],
         number: int,
     ) -> torch.Tensor:
-        places, probabilities, counts = self._by_expert(is_token, weights, chosen, number)
+        places, _choices, probabilities, counts = self._by_expert(is_token, weights, chosen, number)
         output = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         rows = tokens[places]
         of_experts = self.multiplied(rows, matrices, counts, probabilities.unsqueeze(-1))
@@ -206,8 +153,8 @@ class _GatheringExperts(_Experts):
 
     def _by_expert(
         self, is_token: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, number: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the token of each row, its weight, and how many rows each expert has."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the token of each row, its choice among those of all tokens, its weight, and each expert's rows."""
         count, topk = chosen.shape
         chosen = chosen.masked_fill(~is_token.unsqueeze(-1), -1)
         experts, of_choices = chosen.view(-1), weights.float().view(-1)
@@ -218,10 +165,11 @@ class _GatheringExperts(_Experts):
             _selected(each, is_own, num_rows) for each in (experts - self.first, places, of_choices)
         )
         order = own.argsort(stable=True)
-        own = own[order]
+        own, places, of_rows = own[order], places[order], of_rows[order]
         counts = torch.zeros(self.num_own, dtype=torch.int64, device=own.device)
         counts.scatter_add_(0, own, torch.ones_like(own))
-        return places[order], of_rows[order], counts
+        choices = _selected(torch.arange(len(is_own), device=own.device), is_own, num_rows)[order]
+        return places, choices, of_rows, counts
 
     def _num_rows(self, is_own: torch.Tensor, number: int, topk: int) -> int:
         """Returns how many choices are the rank's: of tensors without values, as the scenario's routing has it."""

@@ -543,7 +543,7 @@ AUTOMODEL = Framework(
         "attn_implementation": "memlab's writer of Automodel's recipes has no key for it",
         "reshard_root_after_forward": "Automodel keeps them until backward",
     }
-    | dict.fromkeys(EXCHANGE, "memlab's writer of Automodel's recipes has no key for it")
+    | dict.fromkeys((*EXCHANGE, "fake_balanced_gate"), "memlab's writer of Automodel's recipes has no key for it")
     | dict.fromkeys(("separate_embeddings", "loss_of_transformers"), "Automodel's version decides it, not a key")
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},

@@ -48,7 +48,9 @@ def take_experts(reading: Reading, name: str) -> None:
     if linear != "torch":
         reading.miss(f"{_BACKEND}.linear", "more", f"matrix products of {linear} have a workspace of their own")
     if reading.get(f"{_BACKEND}.fake_balanced_gate", default=False):
-        reading.miss(f"{_BACKEND}.fake_balanced_gate", "less", "tokens choose experts in turn, without a router")
+        reading.take(f"{_BACKEND}.fake_balanced_gate", "fake_balanced_gate", True)
+        if reading.get(f"{_BACKEND}.fake_gate_noise", default=0):
+            reading.miss(f"{_BACKEND}.fake_gate_noise", "either", "tokens choose experts by random scores")
     if reading.get(f"{_BACKEND}.gate_precision") is not None:
         reading.miss(f"{_BACKEND}.gate_precision", "more", "the router multiplies in this type")
     _take_optimizations(reading)
