@@ -911,6 +911,13 @@ class Scenario:
                 f"in bf16 only, and model_classes is {self.state.model_classes!r}: choose sdpa",
                 *("attn_implementation", "model_classes"),
             )
+        for name in ("fake_balanced_gate", "linear_implementation"):
+            if name in self.state.changed() and not is_of_experts:
+                raise RuleError(
+                    f"{name} is {getattr(self.state, name)!r}, which memlab has for NeMo Automodel's own classes of "
+                    f"models with experts only, and model_classes is {self.state.model_classes!r}: leave {name} out",
+                    *(name, "model_classes"),
+                )
         if self.state.attn_implementation == "flash_attention_2" and self.dtype != "bf16":
             raise RuleError(
                 f"attn_implementation is 'flash_attention_2' with dtype {self.dtype!r}, must be 'sdpa' or 'eager' "

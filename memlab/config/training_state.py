@@ -39,6 +39,7 @@ ReshardAfterForward = Literal["all_but_last", "all", "none"]
 AttnImplementation = Literal["sdpa", "flash_attention_2", "eager", "te"]
 SeparateEmbeddings = Literal["none", "input", "both"]
 ModelClasses = Literal["transformers", "automodel", "automodel_0.7.0"]
+LinearImplementation = Literal["torch", "te"]
 LossOfTransformers = Literal[
     "cross_entropy", "masked_cross_entropy", "logprobs_flash_attn", "logprobs_by_row", "topk_logits"
 ]
@@ -727,6 +728,13 @@ class TrainingState:
         **_LOOP_OF_FSDP2,
     )
     """``model.backend.fake_balanced_gate``, which Automodel's benchmarks set: the model then has no router's weights."""
+    linear_implementation: LinearImplementation = option(
+        "torch",
+        "with NeMo Automodel's own classes of models with experts: whose linears they have, torch's or Transformer "
+        "Engine's (te, only predicted), which have a workspace of their own",
+        rebuilds="model",
+        **_LOOP_OF_FSDP2,
+    )
     attn_implementation: AttnImplementation = option(
         "sdpa",
         "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "

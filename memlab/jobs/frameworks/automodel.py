@@ -19,6 +19,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     EXCHANGE,
     FOREACH,
     FROZEN,
+    OF_OWN_EXPERTS,
     OWN_PLAN,
     PARTS_OF_AUTOMODEL,
     Own,
@@ -543,7 +544,7 @@ AUTOMODEL = Framework(
         "attn_implementation": "memlab's writer of Automodel's recipes has no key for it",
         "reshard_root_after_forward": "Automodel keeps them until backward",
     }
-    | dict.fromkeys((*EXCHANGE, "fake_balanced_gate"), "memlab's writer of Automodel's recipes has no key for it")
+    | dict.fromkeys((*EXCHANGE, *OF_OWN_EXPERTS), "memlab's writer of Automodel's recipes has no key for it")
     | dict.fromkeys(("separate_embeddings", "loss_of_transformers"), "Automodel's version decides it, not a key")
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Reading
 
 _BACKEND = "model.backend"
 _KEYS = ("dispatcher", "dispatcher_num_sms", "experts", "attn", "linear", "rms_norm", "enable_deepep", "rope")
 _PARALLEL = "distributed.moe"
 _RESHARD = "distributed.reshard_after_forward"
 _DISPATCHERS = {"torch": ("allgather", None), "deepep": ("flex", "deepep"), "hybridep": ("flex", "hybridep")}
+_OF_LIBRARIES = tuple(name for name, (_, library) in _DISPATCHERS.items() if library is not None)
 _SMS = 20
 
 
@@ -35,6 +36,8 @@ def take_experts(reading: Reading, name: str) -> None:
     if values["expert_model_parallel_size"] > 1:
         _take_exchange(reading)
         _take_parallelizer(reading)
+    else:
+        _check_exchange_of_one(reading)
     experts = reading.get(f"{_BACKEND}.experts", default="torch_mm")
     # Without a library for the exchange, ``te`` and ``gmm`` become ``torch_mm``.
     is_of_torch = values.get("moe_token_dispatcher_type") != "flex"
@@ -45,7 +48,9 @@ def take_experts(reading: Reading, name: str) -> None:
     if reading.get(f"{_BACKEND}.rms_norm") == "quack":
         reading.miss(f"{_BACKEND}.rms_norm", "either", "memlab has no norms of QuACK")
     linear = reading.get(f"{_BACKEND}.linear", default="te")
-    if linear != "torch":
+    if linear == "te":
+        reading.take(f"{_BACKEND}.linear", "linear_implementation", linear)
+    elif linear != "torch":
         reading.miss(f"{_BACKEND}.linear", "more", f"matrix products of {linear} have a workspace of their own")
     if reading.get(f"{_BACKEND}.fake_balanced_gate", default=False):
         reading.take(f"{_BACKEND}.fake_balanced_gate", "fake_balanced_gate", True)
@@ -103,6 +108,28 @@ def _take_exchange(reading: Reading) -> None:
         reading.miss(shared, "more", "each layer keeps what its own dispatcher has of a pass")
     if reading.get(f"{_BACKEND}.dispatcher_async_dispatch", default=False):
         reading.miss(f"{_BACKEND}.dispatcher_async_dispatch", "more", "what is freed waits for the exchange")
+
+
+def _check_exchange_of_one(reading: Reading) -> None:
+    """Refuses what Automodel builds and cannot run: only ``apply_ep``, of several ranks, gives experts a dispatcher.
+
+    Raises:
+        CannotStartError: If the recipe's dispatcher needs one (``GroupedExpertsDeepEP`` in moe/experts.py).
+    """
+    key = f"{_BACKEND}.dispatcher"
+    given = reading.get(key)
+    if given in (*_OF_LIBRARIES, "uccl_ep") and reading.values["world_size"] > 1:
+        raise CannotStartError(
+            f"{key} is {given!r} with distributed.ep_size 1 on {reading.values['world_size']} ranks, must be torch there "
+            "by a rule of NeMo Automodel, whose experts else end with an AttributeError in their first forward pass: "
+            f"give --set {key}=torch, or a distributed.ep_size above 1",
+            *("moe_token_dispatcher_type", "expert_model_parallel_size"),
+        )
+    if given is None:
+        reading.warnings.append(
+            f"{key} is not in the file, and with distributed.ep_size 1 Automodel runs only where DeepEP is not "
+            "installed, which memlab takes: its dispatcher is then torch"
+        )
 
 
 def _take_parallelizer(reading: Reading) -> None:
