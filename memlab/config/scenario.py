@@ -43,11 +43,11 @@ FAMILIES_OF_FSDP2 = (
     *("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text"),
     *("granite", "olmo2", "glm"),
 )
-"""The families that the engine fsdp2 builds."""
+"""The families of which the engine fsdp2 builds transformers' classes."""
 _FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 """Those of them that it divides over tensor parallel ranks."""
-FAMILIES_OF_AUTOMODEL = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Those of them of which NeMo Automodel has classes of its own (``_transformers/registry.py``)."""
+FAMILIES_OF_AUTOMODEL = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+"""Families of which NeMo Automodel has classes of its own (``_transformers/registry.py``), and memlab these."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
@@ -363,11 +363,12 @@ class Scenario:
                 "engine does not build: choose another model, or engine 'megatron'",
                 "engine",
             )
-        if self.architecture.family not in FAMILIES_OF_FSDP2:
+        family, is_of_transformers = self.architecture.family, self.state.model_classes == "transformers"
+        if family not in FAMILIES_OF_FSDP2 and (is_of_transformers or family not in FAMILIES_OF_AUTOMODEL):
+            own = ", or NeMo Automodel's own classes with model_classes automodel" * (family in FAMILIES_OF_AUTOMODEL)
             raise RuleError(
-                f"engine is {self.engine!r}, and {self.architecture.name} is of the family "
-                f"{self.architecture.family}, which this engine does not build yet: choose a model of "
-                f"{', '.join(FAMILIES_OF_FSDP2)}, or engine 'megatron'",
+                f"engine is {self.engine!r}, and {self.architecture.name} is of the family {family}, which this engine "
+                f"does not build yet: choose a model of {', '.join(FAMILIES_OF_FSDP2)}{own}, or engine 'megatron'",
                 "engine",
             )
         if self.architecture.routes and self.dtype != "bf16":
@@ -533,7 +534,19 @@ class Scenario:
 
     def _check_experts_of_automodel(self) -> None:
         """Refuses what memlab does not predict beside the classes of `memlab.engines.fsdp2.automodel_experts`."""
-        state, layout = self.state, self.layout
+        state, layout, model = self.state, self.layout, self.architecture
+        if model.multi_latent_attention and state.attn_implementation != "te":
+            raise RuleError(
+                f"attn_implementation is {state.attn_implementation!r}, and {model.name} has latent attention, of which "
+                "memlab has with model_classes only Transformer Engine's kernel: choose te",
+                *("attn_implementation", "model_classes"),
+            )
+        if model.name.startswith("glm-"):
+            raise RuleError(
+                f"model_classes is {state.model_classes!r}, and memlab does not have NeMo Automodel's class of "
+                f"{model.name}, which multiplies what experts return by a router's weights in fp32: choose another model",
+                "model_classes",
+            )
         is_spread = layout.expert_model_parallel_size > 1
         for name, value, is_refused in (
             ("fsdp_version", 1, state.fsdp_version == 1),

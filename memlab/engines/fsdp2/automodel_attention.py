@@ -15,6 +15,7 @@ from memlab.engines.fsdp2.automodel_norm import Norm
 from memlab.engines.fsdp2.selective_checkpoint import as_one_operation
 from memlab.engines.megatron.layers.attention_workspace import bytes_of_workspace
 from memlab.engines.megatron.layers.flash_attention import flash_attention_of_torch
+from memlab.engines.megatron.layers.qkv_layout import in_known_layout
 from memlab.engines.megatron.layers.torch_functions import PackedAttention, attend, attend_backward
 from memlab.engines.megatron.packed_sequences import ends_of
 from memlab.meter.labels import one_kernel
@@ -65,7 +66,7 @@ class Attention(torch.nn.Module):
         query, key = self.q_norm(query), self.k_norm(key)
         query, key = (_ReleasedRotation.apply if self.is_released else _rotated_both)(query, key, rotations)
         if self.is_of_te:
-            output = _attend_as_te(query, key, value, self.scale, options.get("packed_lengths"))
+            output = attend_as_te(query, key, value, self.scale, options.get("packed_lengths"))
         else:
             output = self._attend_as_torch(query, key, value)
         result: torch.Tensor = self.o_proj(output.flatten(2))
@@ -81,27 +82,42 @@ class Attention(torch.nn.Module):
         return flash_attention_of_torch(query, key, value, self.scale, _NOT_KEPT)
 
 
-def _attend_as_te(
+def attend_as_te(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: tuple[int, ...] | None
 ) -> torch.Tensor:
+    """Attends causally with Transformer Engine.
+
+    Args:
+        query: Shape [batch, tokens, heads, channels].
+        key: The same, of as many or fewer heads.
+        value: As `key`, of as many or fewer channels.
+        scale: Of the scores.
+        lengths: Of packed sequences, which then have a batch of 1.
+
+    Returns:
+        Shape [batch, tokens, heads, the values' channels].
+    """
     if lengths is None:
         output: torch.Tensor = _FusedAttention.apply(query, key, value, scale)
         return output
     rows = (each.flatten(0, 1) for each in (query, key, value))
     packed: torch.Tensor = PackedAttention.apply(*rows, scale, ends_of(lengths))
-    return packed.view(query.shape)
+    return packed.view(*query.shape[:-1], value.shape[-1])
 
 
 class _FusedAttention(torch.autograd.Function):
     """cuDNN's kernel as Transformer Engine calls it, of tensors [batch, tokens, heads, channels] that lie so.
 
-    Saves them, its output, the log-sum-exp of each row (fp32) and a state of random numbers (``FusedAttnFunc``).
+    Saves them, its output, the log-sum-exp of each row (fp32) and a state of random numbers (``FusedAttnFunc``). Values
+    may have fewer channels; a part of a wider tensor is copied, and the copy saved.
     """
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        query, key, value = in_known_layout(query, key, value)
+
         def compute() -> tuple[torch.Tensor, ...]:
-            output = torch.empty_like(query)
+            output = query.new_empty(*query.shape[:-1], value.shape[-1])
             with one_kernel():
                 turned = _tokens_first(query, key, value)
                 attended, log_sums = attend(turned[0], turned[1], turned[2], scale)

@@ -1,7 +1,6 @@
-"""NeMo Automodel's own class of Qwen3-MoE, in the place of transformers': its layers, router and grouped experts.
+"""NeMo Automodel's own classes of models with experts, in the place of transformers': their layers and experts.
 
-``components/models/qwen3_moe/{model,layers}.py``, ``models/gpt_oss/rope_utils.py``, ``attention/utils.py``,
-``moe/{layers,experts}.py`` and ``moe/megatron/token_dispatcher.py`` of 36044ad3 and of the release 0.7.0, with
+``components/models/{qwen3_moe,deepseek_v3}/model.py``, ``moe/{layers,experts}.py`` and ``moe/megatron/token_dispatcher.py`` of 36044ad3 and of the release 0.7.0, with
 ``experts: torch_mm`` or ``gmm``, one product of all experts of a rank. Their dispatcher ``torch`` (here ``allgather``)
 gathers the tokens of all ranks that share the experts and adds up what each rank makes of them, in fp32; ``deepep``
 and ``hybridep`` (here ``flex``) are copies of Megatron's dispatcher, which runs itself here.
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2.automodel_attention import Attention, Rotations
+from memlab.engines.fsdp2.automodel_latent import ComplexRotations, LatentAttention
 from memlab.engines.fsdp2.automodel_norm import Norm
 from memlab.engines.fsdp2.automodel_router import router_of
 from memlab.engines.megatron.routing_draws import RoutingDraws
@@ -28,24 +28,26 @@ def change_experts(module: Any, scenario: Scenario) -> None:
     """Gives transformers' model the parts of Automodel's class; a rank gets its own experts only.
 
     Args:
-        module: transformers' Qwen3-MoE for causal language modeling, before anything is sharded.
+        module: transformers' model for causal language modeling, before anything is sharded.
         scenario: Whose `model_classes` are Automodel's.
     """
     model, is_released = module.model, scenario.state.model_classes == "automodel_0.7.0"
-    model.rotary_emb = Rotations(model.rotary_emb)
+    is_latent = scenario.architecture.multi_latent_attention
+    model.rotary_emb = (ComplexRotations if is_latent else Rotations)(model.rotary_emb)
     model.norm = Norm(model.norm, is_released=is_released)
     dispatcher = _flex_dispatcher(scenario) if scenario.state.moe_token_dispatcher_type == "flex" else None
     for layer in model.layers:
         layer.__class__ = type(type(layer).__name__, (_Layer, type(layer)), {"__module__": type(layer).__module__})
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(layer, name, Norm(getattr(layer, name), is_released=is_released))
-        layer.self_attn = Attention(layer.self_attn, scenario)
-        layer.mlp = _Mixture(layer.mlp, scenario, dispatcher)
+        layer.self_attn = (LatentAttention if is_latent else Attention)(layer.self_attn, scenario)
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp = _Mixture(layer.mlp, scenario, dispatcher)
 
 
 def experts_of(layer: Any) -> Any:
-    """Returns the module with the experts of a layer."""
-    return layer.mlp.experts
+    """Returns the module with the experts of a layer; None of a dense one."""
+    return getattr(layer.mlp, "experts", None)
 
 
 class _Layer:
@@ -60,20 +62,24 @@ class _Layer:
 
 
 class _Mixture(torch.nn.Module):
-    """Router and experts (``MoE``)."""
+    """Router, experts, and experts that all tokens pass through (``MoE``)."""
 
     def __init__(self, of_transformers: Any, scenario: Scenario, dispatcher: Any) -> None:
         super().__init__()
         self.gate = router_of(of_transformers.gate, scenario)
         kind = _GatheringExperts if dispatcher is None else _SendingExperts
         self.experts = kind(of_transformers.experts, scenario, dispatcher)
+        self.shared_experts = getattr(of_transformers, "shared_experts", None)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps [batch, tokens, width] to the same shape."""
         tokens = hidden_states.view(-1, hidden_states.shape[-1])
         is_token = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
         weights, chosen = self.gate(tokens, is_token)
+        of_all = None if self.shared_experts is None else self.shared_experts(tokens)
         output: torch.Tensor = self.experts(tokens, is_token, weights, chosen)
+        if of_all is not None:
+            output = output + of_all
         return output.view(hidden_states.shape)
 
 
@@ -214,7 +220,7 @@ def spread_experts(layers: list[Any], scenario: Scenario, device: str) -> Any:
     """Makes the parameters of each rank's experts parts of those of all (``ExpertParallel`` in moe/parallelizer.py).
 
     Args:
-        layers: With experts.
+        layers: All, some of which may be dense.
         scenario: Says how many ranks share the experts.
         device: Of the mesh.
 
@@ -224,8 +230,7 @@ def spread_experts(layers: list[Any], scenario: Scenario, device: str) -> Any:
     ranks = scenario.layout.expert_model_parallel_size
     sizes = scenario.ranks_of_shards // ranks, ranks
     mesh = init_device_mesh(device, sizes, mesh_dim_names=("ep_shard", "ep"))
-    for layer in layers:
-        experts = experts_of(layer)
+    for experts in filter(None, map(experts_of, layers)):
         experts.group = mesh["ep"].get_group()
         for name, own in list(experts.named_parameters()):
             part = DTensor.from_local(own.detach(), mesh["ep"], [Shard(0)], run_check=False)

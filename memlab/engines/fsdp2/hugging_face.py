@@ -58,6 +58,9 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
             "moe_intermediate_size": sizes.moe_ffn_hidden_size,
             "norm_topk_prob": not sizes.moe_router_pre_softmax,
         }
+    if sizes.multi_latent_attention:
+        channels = {}
+        experts = _of_latent_attention(sizes) | _of_grouped_experts(sizes)
     if sizes.family == "mixtral":
         experts = {"num_local_experts": sizes.num_moe_experts, "num_experts_per_tok": sizes.moe_router_topk}
     window: dict[str, Any] = {}
@@ -95,6 +98,30 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         **experts,
         **({"attention_bias": sizes.add_qkv_bias} if sizes.family == "glm" else {}),
     )
+
+
+def _of_latent_attention(sizes: Architecture) -> dict[str, Any]:
+    return {
+        "q_lora_rank": sizes.q_lora_rank,
+        "kv_lora_rank": sizes.kv_lora_rank,
+        "qk_nope_head_dim": sizes.qk_head_dim,
+        "qk_rope_head_dim": sizes.qk_pos_emb_head_dim,
+        "v_head_dim": sizes.v_head_dim,
+    }
+
+
+def _of_grouped_experts(sizes: Architecture) -> dict[str, Any]:
+    return {
+        "n_routed_experts": sizes.num_moe_experts,
+        "num_experts_per_tok": sizes.moe_router_topk,
+        "moe_intermediate_size": sizes.moe_ffn_hidden_size,
+        "n_shared_experts": (sizes.moe_shared_expert_intermediate_size or 0) // sizes.moe_ffn_hidden_size,
+        "first_k_dense_replace": (sizes.moe_layer_freq or (1,)).index(1),
+        "n_group": sizes.moe_router_num_groups,
+        "topk_group": sizes.moe_router_group_topk,
+        "norm_topk_prob": not sizes.moe_router_pre_softmax,
+        "routed_scaling_factor": sizes.moe_router_topk_scaling_factor or 1.0,
+    }
 
 
 def build_model(scenario: Scenario, dtype: torch.dtype, *, attention: str) -> Any:

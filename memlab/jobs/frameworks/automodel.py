@@ -438,8 +438,8 @@ def complete_refused(reading: Reading) -> None:
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     """Notes in what the class that Automodel builds of this model differs from that of transformers."""
     family, is_of_transformers = architecture.family, reading.values.pop("is_of_transformers")
-    check_family(reading, architecture)
     if family not in FAMILIES_OF_AUTOMODEL or is_of_transformers:
+        check_family(reading, architecture)
         if reading.get("model.use_liger_kernel", default=True):
             reading.miss("model.use_liger_kernel", "less", "where it is installed, Liger's norms and MLPs keep less")
         return
