@@ -169,7 +169,7 @@ def require_no_library_for_exchange(job: Scenario) -> None:
         RuleError: If it does.
     """
     state, ranks = job.state, job.layout.expert_model_parallel_size
-    values = {"expert_model_parallel_size": ranks}
+    values: dict[str, object] = {"expert_model_parallel_size": ranks}
     values |= {name: getattr(state, name) for name in ("attn_implementation", "linear_implementation")}
     for name, value in values.items() if job.engine == "fsdp2" else ():
         if value != "te" and (name != "expert_model_parallel_size" or value == 1):

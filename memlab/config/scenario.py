@@ -537,14 +537,15 @@ class Scenario:
         state, layout, model = self.state, self.layout, self.architecture
         if model.multi_latent_attention and state.attn_implementation != "te":
             raise RuleError(
-                f"attn_implementation is {state.attn_implementation!r}, and {model.name} has latent attention, of which "
-                "memlab has with model_classes only Transformer Engine's kernel: choose te",
+                f"attn_implementation is {state.attn_implementation!r}, and {model.name} has latent attention, of "
+                "which memlab has with model_classes only Transformer Engine's kernel: choose te",
                 *("attn_implementation", "model_classes"),
             )
         if model.name.startswith("glm-"):
             raise RuleError(
                 f"model_classes is {state.model_classes!r}, and memlab does not have NeMo Automodel's class of "
-                f"{model.name}, which multiplies what experts return by a router's weights in fp32: choose another model",
+                f"{model.name}, which multiplies what experts return by a router's weights in fp32: choose another "
+                "model",
                 "model_classes",
             )
         is_spread = layout.expert_model_parallel_size > 1

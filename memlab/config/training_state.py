@@ -727,7 +727,7 @@ class TrainingState:
         rebuilds="model",
         **_LOOP_OF_FSDP2,
     )
-    """``model.backend.fake_balanced_gate``, which Automodel's benchmarks set: the model then has no router's weights."""
+    """``model.backend.fake_balanced_gate``, of Automodel's benchmarks: the model then has no weights of routers."""
     linear_implementation: LinearImplementation = option(
         "torch",
         "with NeMo Automodel's own classes of models with experts: whose linears they have, torch's or Transformer "

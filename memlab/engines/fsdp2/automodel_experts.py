@@ -1,7 +1,8 @@
 """NeMo Automodel's own classes of models with experts, in the place of transformers': their layers and experts.
 
-``components/models/{qwen3_moe,deepseek_v3}/model.py``, ``moe/{layers,experts}.py`` and ``moe/megatron/token_dispatcher.py`` of 36044ad3 and of the release 0.7.0, with
-``experts: torch_mm`` or ``gmm``, one product of all experts of a rank. Their dispatcher ``torch`` (here ``allgather``)
+``components/models/{qwen3_moe,deepseek_v3}/model.py``, ``moe/{layers,experts}.py`` and
+``moe/megatron/token_dispatcher.py`` of 36044ad3 and of the release 0.7.0, with ``experts: torch_mm`` or ``gmm``, one
+product of all experts of a rank. Their dispatcher ``torch`` (here ``allgather``)
 gathers the tokens of all ranks that share the experts and adds up what each rank makes of them, in fp32; ``deepep``
 and ``hybridep`` (here ``flex``) are copies of Megatron's dispatcher, which runs itself here.
 """

@@ -54,7 +54,8 @@ class _Router(torch.nn.Module):
         model = scenario.architecture
         # transformers has that of DeepSeek-V3 in fp32, whatever the type of the others.
         is_exact = scenario.state.fp32_sharded_params or scenario.dtype == "fp32"
-        self.weight = torch.nn.Parameter(of_transformers.weight.detach().to(torch.float if is_exact else torch.bfloat16))
+        dtype = torch.float if is_exact else torch.bfloat16
+        self.weight = torch.nn.Parameter(of_transformers.weight.detach().to(dtype))
         self.topk = model.moe_router_topk
         self.normalizes = not model.moe_router_pre_softmax
         self.is_released = scenario.state.model_classes == "automodel_0.7.0"

@@ -450,7 +450,7 @@ def _take_own_classes(reading: Reading, architecture: Architecture) -> None:
     """Takes Automodel's own class of a model, and notes what of it memlab does not have."""
     if architecture.routes:
         reading.values["model_classes"] = "automodel_0.7.0" if reading.version == _RELEASE else "automodel"
-        take_experts(reading, architecture.name)
+        take_experts(reading, architecture)
         return
     family = architecture.family
     norm, has_own_norms = reading.get("model.backend.rms_norm", default=_NORM), family != "qwen3"

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from memlab.config.architectures import Architecture
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
+from memlab.jobs.frameworks.keys import Effect
 
 _BACKEND = "model.backend"
 _KEYS = ("dispatcher", "dispatcher_num_sms", "experts", "attn", "linear", "rms_norm", "enable_deepep", "rope")
@@ -19,18 +21,18 @@ _OF_LIBRARIES = tuple(name for name, (_, library) in _DISPATCHERS.items() if lib
 _SMS = 20
 
 
-def take_experts(reading: Reading, name: str) -> None:
+def take_experts(reading: Reading, model: Architecture) -> None:
     """Takes the classes of a model with experts, and notes what of them memlab does not have.
 
     Args:
         reading: Of the recipe, whose other values are taken.
-        name: Of the model.
+        model: With experts.
 
     Raises:
         ValueError: If the recipe combines them with what memlab has only with transformers' classes.
     """
     values = reading.values
-    _refuse(reading, name)
+    _refuse(reading, model)
     reading.known |= {f"{_BACKEND}.{key}" for key in _KEYS}
     _take_attention(reading)
     if values["expert_model_parallel_size"] > 1:
@@ -56,26 +58,31 @@ def take_experts(reading: Reading, name: str) -> None:
         reading.take(f"{_BACKEND}.fake_balanced_gate", "fake_balanced_gate", True)
         if reading.get(f"{_BACKEND}.fake_gate_noise", default=0):
             reading.miss(f"{_BACKEND}.fake_gate_noise", "either", "tokens choose experts by random scores")
-    if reading.get(f"{_BACKEND}.gate_precision") is not None:
-        reading.miss(f"{_BACKEND}.gate_precision", "more", "the router multiplies in this type")
+    precision, is_exact = reading.get(f"{_BACKEND}.gate_precision"), model.multi_latent_attention
+    if precision is not None and ("32" in str(precision)) != is_exact:
+        effect: Effect = "less" if is_exact else "more"
+        reading.miss(f"{_BACKEND}.gate_precision", effect, "the router multiplies in this type")
     _take_optimizations(reading)
 
 
-def _refuse(reading: Reading, name: str) -> None:
+def _refuse(reading: Reading, model: Architecture) -> None:
     values = reading.values
+    of_te = reading.get(f"{_BACKEND}.attn", default="te") == "te"
     both = {
         "adapters": any(key.startswith("peft.") for key in reading.entries.by_key),
         "context parallelism": values["context_parallel_size"] > 1,
         "tensor parallelism": values["tensor_model_parallel_size"] > 1,
         "selective checkpoints": values.get("selective_ac", False),
         "an offload policy": values["fsdp_cpu_offload"],
+        "latent attention that is not Transformer Engine's": model.multi_latent_attention and not of_te,
+        "weights of a router after the experts": model.name.startswith("glm-"),
     }
     for what, is_on in both.items():
         if is_on:
             reading.lacks.append(f"Automodel's own experts beside {what}")
             raise ValueError(
-                f"{name} has experts, of which memlab does not have NeMo Automodel's own classes beside {what}: leave "
-                "the recipe out"
+                f"{model.name} has experts, of which memlab does not have NeMo Automodel's own classes beside {what}: "
+                "leave the recipe out"
             )
 
 
@@ -120,8 +127,8 @@ def _check_exchange_of_one(reading: Reading) -> None:
     given = reading.get(key)
     if given in (*_OF_LIBRARIES, "uccl_ep") and reading.values["world_size"] > 1:
         raise CannotStartError(
-            f"{key} is {given!r} with distributed.ep_size 1 on {reading.values['world_size']} ranks, must be torch there "
-            "by a rule of NeMo Automodel, whose experts else end with an AttributeError in their first forward pass: "
+            f"{key} is {given!r} with distributed.ep_size 1 on {reading.values['world_size']} ranks, must be torch "
+            "there by a rule of NeMo Automodel, whose experts else end with an AttributeError in their first pass: "
             f"give --set {key}=torch, or a distributed.ep_size above 1",
             *("moe_token_dispatcher_type", "expert_model_parallel_size"),
         )
