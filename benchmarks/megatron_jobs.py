@@ -623,8 +623,7 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN, 4, "CP4 EP4", {}, recompute("moe_act"))
     yield from of(PHI, 8, "TP2 PP2", {}, recompute("core_attn"), num_microbatches=4)
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
-    yield from one_rank(of)
-    yield from latent_attention(of)
+    yield from chain(further_layouts_of_four_ranks(of), one_rank(of), latent_attention(of))
     yield from chain(
         shared_experts_and_routers(of), families_of_experts(of), further_experts(of), dispatch_of_tokens(of)
     )
@@ -651,6 +650,21 @@ def jobs() -> Iterator[Job]:
     for some in (exchanges_of_heads, rings_of_flash_attn, fusions_of_two_ranks, classic_gpt_of_two_ranks,
                  heads_of_two_ranks, adapters_of_two_ranks, teachers_of_two_ranks):  # fmt: skip
         yield from some(of)
+
+
+def further_layouts_of_four_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of layouts that combine two or three kinds of parallelism, and three with a loss per token."""
+    yield from of(PHI, 4, "TP2 DP2", {}, FULL)
+    yield from of(PHI, 4, "PP2 DP2", {}, num_microbatches=4)
+    yield from of(PHI, 4, "CP2 DP2", {})
+    yield from of(PHI, 4, "CP2 PP2", {}, FULL, num_microbatches=4)
+    yield from of(LLAMA, 8, "TP2 PP2 VP2", {}, num_microbatches=4)
+    yield from of(QWEN, 4, "CP2 PP2 EP2", {}, recompute("moe_act"), num_microbatches=4)
+    yield from of(QWEN, 4, "TP2 CP2 EP2 ETP1", {}, FULL)
+    yield from of(QWEN, 4, "EP2 DP4", {})
+    for layout, num_microbatches in (("PP4", 8), ("CP2 DP2", 1)):
+        yield from of(PHI, 4, layout, num_microbatches=num_microbatches, config=PER_TOKEN)
+    yield from of(QWEN, 4, "EP2 DP4", config=PER_TOKEN)
 
 
 def mamba(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
