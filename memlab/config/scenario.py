@@ -46,7 +46,7 @@ FAMILIES_OF_FSDP2 = (
 """The families of which the engine fsdp2 builds transformers' classes."""
 _FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 """Those of them that it divides over tensor parallel ranks."""
-FAMILIES_OF_AUTOMODEL = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3")
+FAMILIES_OF_AUTOMODEL = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")
 """Families of which NeMo Automodel has classes of its own (``_transformers/registry.py``), and memlab these."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
@@ -535,11 +535,18 @@ class Scenario:
     def _check_experts_of_automodel(self) -> None:
         """Refuses what memlab does not predict beside the classes of `memlab.engines.fsdp2.automodel_experts`."""
         state, layout, model = self.state, self.layout, self.architecture
-        if model.multi_latent_attention and state.attn_implementation != "te":
+        is_plain = not (model.multi_latent_attention or model.softmax_type == "learnable")
+        if not is_plain and state.attn_implementation != "te":
             raise RuleError(
-                f"attn_implementation is {state.attn_implementation!r}, and {model.name} has latent attention, of "
-                "which memlab has with model_classes only Transformer Engine's kernel: choose te",
+                f"attn_implementation is {state.attn_implementation!r}, and {model.name} has latent attention or "
+                "sinks, of which memlab has with model_classes only Transformer Engine's kernel: choose te",
                 *("attn_implementation", "model_classes"),
+            )
+        if model.family == "gpt_oss" and state.model_classes == "automodel_0.7.0":
+            raise RuleError(
+                f"model_classes is {state.model_classes!r}, and memlab has NeMo Automodel's class of {model.name} only "
+                "as in August 2026: choose automodel",
+                "model_classes",
             )
         if model.name.startswith("glm-"):
             raise RuleError(

@@ -716,7 +716,8 @@ class TrainingState:
     model_classes: ModelClasses = option(
         "transformers",
         "whose classes the model is built of: those of transformers (the default), or NeMo Automodel's own of Llama, "
-        "Qwen2, Qwen3 and Qwen3-MoE, as in August 2026 (automodel) or as released (automodel_0.7.0)",
+        "Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V3 and gpt-oss, as in August 2026 (automodel) or as released "
+        "(automodel_0.7.0)",
         rebuilds="model",
         **_LOOP_OF_FSDP2,
     )

@@ -1,4 +1,4 @@
-"""NeMo Automodel's own class of DeepSeek-V3 in the engine fsdp2: latent attention, groups of experts, dense layers."""
+"""NeMo Automodel's own classes of DeepSeek-V3 and gpt-oss in the engine fsdp2: their attention, routers and experts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from memlab.engines.fsdp2.hugging_face import build_model
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
-def of(classes: Any = "automodel_0.7.0", experts: int = 1, ranks: int = 8, **state: Any) -> Scenario:
-    """Returns a dense layer and one with experts."""
+def of(
+    classes: Any = "automodel_0.7.0", experts: int = 1, ranks: int = 8, model: str = "deepseek-tiny", **state: Any
+) -> Scenario:
+    """Returns two layers, the first of DeepSeek-V3 dense."""
     if experts > 1:
         state = {"moe_token_dispatcher_type": "allgather", "reshard_after_forward": "none"} | state
     return Scenario.of(
-        "deepseek-tiny",
+        model,
         num_layers=2,
         seq_length=64,
         dtype="bf16",
@@ -36,19 +38,27 @@ def of(classes: Any = "automodel_0.7.0", experts: int = 1, ranks: int = 8, **sta
 
 
 @pytest.mark.parametrize(
-    ("classes", "is_balanced", "expected"),
-    [("automodel_0.7.0", False, 834_880), ("automodel_0.7.0", True, 783_936), ("automodel", False, 837_184)],
+    ("model", "classes", "is_balanced", "expected"),
+    [
+        ("deepseek-tiny", "automodel_0.7.0", False, 834_880),
+        ("deepseek-tiny", "automodel_0.7.0", True, 783_936),
+        ("deepseek-tiny", "automodel", False, 837_184),
+        ("gpt-oss-tiny", "automodel", False, 590_296),
+        ("gpt-oss-tiny", "automodel", True, 416_768),
+    ],
 )
 def test_it_saves_as_much_as_the_class_itself_and_computes_what_transformers_does(
-    classes: str, is_balanced: bool, expected: int
+    model: str, classes: str, is_balanced: bool, expected: int
 ) -> None:
     """What Automodel's class saved for backward on a CPU with memlab's function of attention (torch 2.13).
 
-    Of 36044ad3 it is without what its norms keep: they are compiled on a GPU, and not there.
+    Of 36044ad3 it is without what its norms keep: they are compiled on a GPU, and not there. So are activations of
+    gpt-oss, for which it had memlab's.
     """
-    scenario, tokens = of(classes, ranks=1, fake_balanced_gate=is_balanced), torch.arange(64).unsqueeze(0)
+    scenario = of(classes, ranks=1, model=model, fake_balanced_gate=is_balanced)
+    tokens = torch.arange(64).unsqueeze(0)
     torch.manual_seed(0)
-    module = build_model(scenario, torch.bfloat16, attention="sdpa")
+    module = build_model(scenario, torch.bfloat16, attention="eager")
     for each in module.parameters():
         torch.nn.init.normal_(each, std=0.02)
     of_transformers = module(input_ids=tokens).logits
@@ -73,16 +83,18 @@ def test_it_saves_as_much_as_the_class_itself_and_computes_what_transformers_doe
 
 
 @pytest.mark.parametrize("state", [{}, {"moe_token_dispatcher_type": "flex"}], ids=["gathered", "deepep"])
-@pytest.mark.parametrize("experts", [4, 8])
-def test_dense_layers_are_sharded_beside_ranks_that_share_experts(state: dict[str, Any], experts: int) -> None:
-    scenario = of(experts=experts, **state)
+@pytest.mark.parametrize(("model", "experts"), [("deepseek-tiny", 4), ("deepseek-tiny", 8), ("gpt-oss-tiny", 4)])
+def test_ranks_share_experts_beside_dense_layers_and_with_biases(
+    state: dict[str, Any], model: str, experts: int
+) -> None:
+    scenario = of("automodel", experts=experts, model=model, **state)
     with Lab(scenario, backend="simulated") as lab:
         plain = [lab.step() for _ in range(2)][1]
         checkpointed = lab.step(FULL)
     kept = kept_bytes(scenario).parameters
     assert 0 <= plain.peak_by_category["parameters"] - kept < 40 * 512  # of 40 shards' blocks
     assert checkpointed.recomputed_bytes > plain.recomputed_bytes == 0
-    assert abs(kept - kept_bytes(of()).parameters) < 64
+    assert abs(kept - kept_bytes(of("automodel", model=model)).parameters) < 64
 
 
 @pytest.mark.parametrize(
@@ -94,6 +106,7 @@ def test_dense_layers_are_sharded_beside_ranks_that_share_experts(state: dict[st
             {"model_classes": "transformers", "attn_implementation": "sdpa"},
             "classes with model_classes",
         ),
+        ("gpt-oss-tiny", {"model_classes": "automodel_0.7.0"}, "only as in August 2026: choose automodel"),
         ("glm-4.7-flash", {}, "does not have NeMo Automodel's class of glm-4.7-flash"),
     ],
 )

@@ -39,7 +39,7 @@ class Rotations(torch.nn.Module):
 
 
 class Attention(torch.nn.Module):
-    """Queries and keys are normalized by head and rotated, and lie token by token.
+    """Queries and keys are rotated, and in some models normalized by head before; they lie token by token.
 
     Args:
         of_transformers: transformers' attention, whose matrices it takes.
@@ -51,9 +51,13 @@ class Attention(torch.nn.Module):
         is_released = scenario.state.model_classes == "automodel_0.7.0"
         self.q_proj, self.k_proj = of_transformers.q_proj, of_transformers.k_proj
         self.v_proj, self.o_proj = of_transformers.v_proj, of_transformers.o_proj
-        self.q_norm, self.k_norm = (
-            Norm(each, is_released=is_released) for each in (of_transformers.q_norm, of_transformers.k_norm)
-        )
+        self.has_norms = hasattr(of_transformers, "q_norm")
+        if self.has_norms:
+            self.q_norm, self.k_norm = (
+                Norm(each, is_released=is_released) for each in (of_transformers.q_norm, of_transformers.k_norm)
+            )
+        self.sinks: torch.nn.Parameter | None = getattr(of_transformers, "sinks", None)
+        self.window: int | None = getattr(of_transformers, "sliding_window", None)
         self.channels, self.scale = of_transformers.head_dim, of_transformers.scaling
         self.is_released, self.is_of_te = is_released, scenario.state.attn_implementation == "te"
         self.on_gpu_kernel = getattr(of_transformers.config, "_attn_implementation", None) == "sdpa"
@@ -63,10 +67,13 @@ class Attention(torch.nn.Module):
         query, key, value = (each(inputs) for each in (self.q_proj, self.k_proj, self.v_proj))
         shape = (*inputs.shape[:2], -1, self.channels)
         query, key, value = query.view(shape), key.view(shape), value.view(shape)
-        query, key = self.q_norm(query), self.k_norm(key)
+        if self.has_norms:
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key = (_ReleasedRotation.apply if self.is_released else _rotated_both)(query, key, rotations)
         if self.is_of_te:
-            output = attend_as_te(query, key, value, self.scale, options.get("packed_lengths"))
+            # As cuDNN takes them (``DotProductAttention.forward`` of Transformer Engine 2.16.1).
+            sinks = None if self.sinks is None else self.sinks.reshape(1, -1, 1, 1).to(torch.float32)
+            output = attend_as_te(query, key, value, self.scale, options.get("packed_lengths"), self.window, sinks)
         else:
             output = self._attend_as_torch(query, key, value)
         result: torch.Tensor = self.o_proj(output.flatten(2))
@@ -83,7 +90,13 @@ class Attention(torch.nn.Module):
 
 
 def attend_as_te(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, lengths: tuple[int, ...] | None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    lengths: tuple[int, ...] | None,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends causally with Transformer Engine.
 
@@ -93,15 +106,17 @@ def attend_as_te(
         value: As `key`, of as many or fewer channels.
         scale: Of the scores.
         lengths: Of packed sequences, which then have a batch of 1.
+        window: How many keys before its own place a query sees; None is all.
+        sinks: A further score of each head, which has no value; fp32 [1, heads, 1, 1].
 
     Returns:
         Shape [batch, tokens, heads, the values' channels].
     """
     if lengths is None:
-        output: torch.Tensor = _FusedAttention.apply(query, key, value, scale)
+        output: torch.Tensor = _FusedAttention.apply(query, key, value, scale, window, sinks)
         return output
     rows = (each.flatten(0, 1) for each in (query, key, value))
-    packed: torch.Tensor = PackedAttention.apply(*rows, scale, ends_of(lengths))
+    packed: torch.Tensor = PackedAttention.apply(*rows, scale, ends_of(lengths), window, sinks)
     return packed.view(*query.shape[:-1], value.shape[-1])
 
 
@@ -113,36 +128,45 @@ class _FusedAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        window: int | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         query, key, value = in_known_layout(query, key, value)
 
         def compute() -> tuple[torch.Tensor, ...]:
             output = query.new_empty(*query.shape[:-1], value.shape[-1])
             with one_kernel():
                 turned = _tokens_first(query, key, value)
-                attended, log_sums = attend(turned[0], turned[1], turned[2], scale)
+                attended, log_sums = attend(*turned, scale, window=window, sinks=sinks)
                 output.copy_(attended.transpose(0, 1))
             return output, log_sums, query.new_empty(2, dtype=torch.int64)
 
         output, *others = _NOT_KEPT(compute)
-        ctx.save_for_backward(query, key, value, output, *others)
-        ctx.scale = scale
+        ctx.save_for_backward(query, key, value, output, sinks, *others)
+        ctx.scale, ctx.window = scale, window
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, output, log_sums, _ = ctx.saved_tensors
+        query, key, value, output, sinks, log_sums, _ = ctx.saved_tensors
         results = tuple(torch.empty_like(each) for each in (query, key, value))
         shapes = (each.shape for each in _tokens_first(query, key, value))
         workspace = query.new_empty(bytes_of_workspace(*shapes), dtype=torch.uint8)
         with one_kernel():
             grad, q, k, v, out = _tokens_first(grads[0].view(output.shape), query, key, value, output)
-            parts = attend_backward(grad.flatten(2), q, k, v, out, log_sums, ctx.scale)
+            parts = attend_backward(grad.flatten(2), q, k, v, out, log_sums, ctx.scale, window=ctx.window, sinks=sinks)
+            of_sinks = None if sinks is None else parts[3]
             for result, part in zip(results, parts, strict=False):
                 result.copy_(part.transpose(0, 1))
             del parts, part, grad, q, k, v, out
         del workspace
-        return *results, None
+        return *results, None, None, of_sinks
 
 
 def _tokens_first(*tensors: torch.Tensor) -> list[torch.Tensor]:

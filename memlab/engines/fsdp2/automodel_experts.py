@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2.automodel_attention import Attention, Rotations
+from memlab.engines.fsdp2.automodel_bias import multiplied_with_bias
 from memlab.engines.fsdp2.automodel_latent import ComplexRotations, LatentAttention
 from memlab.engines.fsdp2.automodel_norm import Norm
 from memlab.engines.fsdp2.automodel_router import router_of
@@ -67,7 +68,8 @@ class _Mixture(torch.nn.Module):
 
     def __init__(self, of_transformers: Any, scenario: Scenario, dispatcher: Any) -> None:
         super().__init__()
-        self.gate = router_of(of_transformers.gate, scenario)
+        is_named_gate = hasattr(of_transformers, "gate")
+        self.gate = router_of(of_transformers.gate if is_named_gate else of_transformers.router, scenario)
         kind = _GatheringExperts if dispatcher is None else _SendingExperts
         self.experts = kind(of_transformers.experts, scenario, dispatcher)
         self.shared_experts = getattr(of_transformers, "shared_experts", None)
@@ -100,23 +102,34 @@ class _Experts(torch.nn.Module):
         self.num_own, self.routing = self.num_experts // self.ranks, scenario.routing
         self.first = scenario.layout.rank % self.ranks * self.num_own
         own = slice(self.first, self.first + self.num_own)
-        up, down = of_transformers.gate_up_proj, of_transformers.down_proj
-        self.gate_and_up_projs = torch.nn.Parameter(up.detach()[own].transpose(1, 2).contiguous())
-        self.down_projs = torch.nn.Parameter(down.detach()[own].transpose(1, 2).contiguous())
+        up, down = of_transformers.gate_up_proj.detach()[own], of_transformers.down_proj.detach()[own]
+        self.has_bias = hasattr(of_transformers, "down_proj_bias")
+        if not self.has_bias:  # transformers has the others as they are multiplied
+            up, down = (each.transpose(1, 2).contiguous() for each in (up, down))
+        self.gate_and_up_projs, self.down_projs = torch.nn.Parameter(up), torch.nn.Parameter(down)
+        if self.has_bias:
+            self.gate_up_proj_bias, self.down_proj_bias = (
+                torch.nn.Parameter(each.detach()[own].contiguous())
+                for each in (of_transformers.gate_up_proj_bias, of_transformers.down_proj_bias)
+            )
         self.dispatcher = dispatcher
         self.group: Any = None
         """Of the ranks that share the experts, if there are several."""
 
     def matrices(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Returns both matrices of the rank's experts in a type."""
-        both: Any = self.gate_and_up_projs, self.down_projs
-        return [(each.to_local() if self.ranks > 1 else each).to(dtype) for each in both]
+        """Returns both matrices of the rank's experts in a type, and their biases if they have any."""
+        all_of_them: Any = (self.gate_and_up_projs, self.down_projs)
+        if self.has_bias:
+            all_of_them += (self.gate_up_proj_bias, self.down_proj_bias)
+        return [(each.to_local() if self.ranks > 1 else each).to(dtype) for each in all_of_them]
 
     def multiplied(
         self, rows: torch.Tensor, matrices: list[torch.Tensor], counts: torch.Tensor, probabilities: torch.Tensor
     ) -> torch.Tensor:
         """Maps rows [rows, width], grouped by expert, to the same shape."""
         ends = counts.cumsum(dim=0).to(torch.int32)
+        if self.has_bias:
+            return multiplied_with_bias(rows, matrices, counts, ends, probabilities)
         inner = torch._grouped_mm(rows, matrices[0], offs=ends)
         inner = weighted_bias_swiglu_impl(inner, None, probabilities)
         return torch._grouped_mm(inner, matrices[1], offs=ends)

@@ -26,6 +26,8 @@ def router_of(of_transformers: Any, scenario: Scenario) -> torch.nn.Module:
     if scenario.state.fake_balanced_gate:
         assert model.num_moe_experts is not None, "a model with experts"
         return _Turns(model.num_moe_experts, model.moe_router_topk)
+    if model.add_bias_linear:
+        return _GateWithBias(of_transformers, scenario)
     return (_Gate if model.moe_router_score_function == "softmax" else _GroupedGate)(of_transformers, scenario)
 
 
@@ -92,6 +94,25 @@ class _Gate(_Router):
         number = torch.clamp(number, min=1)
         shares = rows * len(self.weight) / (self.topk * number)
         return torch.sum(shares * (of_experts / number))
+
+
+class _GateWithBias(_Gate):
+    """That of gpt-oss: the softmax is over the chosen experts alone."""
+
+    def __init__(self, of_transformers: Any, scenario: Scenario) -> None:
+        super().__init__(of_transformers, scenario)
+        self.bias = of_transformers.bias
+
+    def forward(self, tokens: torch.Tensor, is_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_Gate.forward`."""
+        logits = torch.nn.functional.linear(tokens, self.weight.to(tokens.dtype), self.bias.to(tokens.dtype))
+        values, chosen = torch.topk(logits, k=self.topk, dim=-1)
+        weights = values.softmax(dim=1, dtype=torch.float32)
+        every = logits.softmax(dim=-1, dtype=torch.float32)
+        weights = weights * 1.0  # ``route_scale``
+        loss = self._loss(every.float(), self.rows_of_experts(chosen, is_token).float(), is_token)
+        weights = _Balanced.apply(weights, _LOSS_OF_BALANCE * loss)
+        return weights.type_as(tokens), chosen
 
 
 class _Balanced(torch.autograd.Function):

@@ -66,6 +66,11 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
     window: dict[str, Any] = {}
     if sizes.family in ("mistral", "mixtral", "phi3"):
         window = {"sliding_window": None if sizes.window_size is None else sizes.window_size[0] + 1}
+    if sizes.family == "gpt_oss":
+        assert sizes.window_size is not None, "gpt-oss's config.json has it"
+        experts = {"num_local_experts": sizes.num_moe_experts, "num_experts_per_tok": sizes.moe_router_topk}
+        # transformers' own pattern: every second layer has no window.
+        window = {"sliding_window": sizes.window_size[0] + 1, "swiglu_limit": sizes.activation_func_clamp_value}
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": sizes.rotary_base,

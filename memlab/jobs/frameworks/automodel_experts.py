@@ -75,6 +75,8 @@ def _refuse(reading: Reading, model: Architecture) -> None:
         "selective checkpoints": values.get("selective_ac", False),
         "an offload policy": values["fsdp_cpu_offload"],
         "latent attention that is not Transformer Engine's": model.multi_latent_attention and not of_te,
+        "sinks in attention that is not Transformer Engine's": model.softmax_type == "learnable" and not of_te,
+        "the release's biases": model.add_bias_linear and reading.version == "0.7.0",
         "weights of a router after the experts": model.name.startswith("glm-"),
     }
     for what, is_on in both.items():
