@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from memlab.engines.protocol import Groups
-from memlab.engines.residency.residency import Residency
+from memlab.engines.residency.residency import Groups, Residency
 from memlab.record.transfer import GROUPS
 
 Move = Callable[[Any], object]
