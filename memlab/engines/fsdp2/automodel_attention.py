@@ -143,7 +143,7 @@ class _FusedAttention(torch.autograd.Function):
             output = query.new_empty(*query.shape[:-1], value.shape[-1])
             with one_kernel():
                 turned = _tokens_first(query, key, value)
-                attended, log_sums = attend(*turned, scale, window=window, sinks=sinks)
+                attended, log_sums = attend(turned[0], turned[1], turned[2], scale, window=window, sinks=sinks)
                 output.copy_(attended.transpose(0, 1))
             return output, log_sums, query.new_empty(2, dtype=torch.int64)
 
