@@ -57,6 +57,8 @@ if _STANDS_IN in os.environ:  # a process that was started by spawn: with flash-
 JOB_SECONDS = 120
 """The most that one job may take; the first compiles kernels."""
 ENDING_SECONDS = 15
+LAST_STEP = 3
+"""The last step that `benchmarks.megatron_rank` takes, counted from 0."""
 MOST_LEFT_BYTES = 8 * 2**20
 """If more of a former model stays allocated, the next job gets new processes."""
 GIB, MIB = 2**30, 2**20
@@ -264,8 +266,15 @@ def unknown_parts(job: dict[str, Any]) -> list[str]:
 
 
 def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
-    """Predicts a step of one rank of a measured job, with the tokens that its routers sent to each expert.
+    """Predicts the last measured step of one rank of a job; see `predict_steps`."""
+    return predict_steps(job, rank)[-1]
 
+
+def predict_steps(job: dict[str, Any], rank: int) -> list[StepRecord]:
+    """Predicts the second to the fourth step of one rank of a measured job, with the tokens of each of its experts.
+
+    A step is compared with the one of the same number: between two of them a tensor may move from a block that fits
+    to one whose end torch leaves unsplit, on a GPU as in a prediction.
     A user's job is the first one of its process. Of the measured ones only those with `first_uses` are.
 
     Args:
@@ -297,7 +306,11 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
     ) as lab:
         if not job["ranks"][rank].get("first_uses"):
             inside(lab).model.labels.skip_first_calls()
-        return lab.step(MemorySettings(**job["settings"]))
+        settings = MemorySettings(**job["settings"])
+        records = [lab.step(settings)]
+        while records[-1].step_index < LAST_STEP:
+            records.append(lab.step(settings))
+        return records
 
 
 def figures(measured: int, predicted: int, *, hidden: bool = False) -> Iterator[str]:
