@@ -307,7 +307,7 @@ class Scenario:
         if self.architecture.hybrid_override_pattern is None:
             return
         state, others = self.state, {"packed_sequences": self.packed_sequences is not None}
-        others |= {"context_parallel_size": self.layout.context_parallel_size > 1, "lora_rank": state.lora is not None}
+        others |= {"context_parallel_size": self.layout.context_parallel_size > 1}
         others |= {"mtp_num_layers": bool(state.mtp_num_layers), "cuda_graph_impl": state.cuda_graph_impl != "none"}
         others |= {"transformer_impl": state.transformer_impl == "local", "fp8_format": state.fp8_format is not None}
         for name, is_on in others.items():
