@@ -136,6 +136,9 @@ class Architecture:
     moe_shared_expert_intermediate_size: int | None = None
     """Columns of the shared experts of a layer together, which all tokens pass through; None has no such experts."""
     moe_shared_expert_gate: bool = False
+    moe_latent_size: int | None = None
+    """Columns to which a matrix brings tokens before they are sent to experts; another one leads back. None sends them
+    as they are."""
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int = 0

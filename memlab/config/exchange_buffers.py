@@ -68,8 +68,12 @@ def ranks_of_exchange(job: Scenario) -> int:
     return job.layout.expert_model_parallel_size * job.layout.expert_tensor_size
 
 
+def _sent_size(job: Scenario) -> int:
+    return job.architecture.moe_latent_size or job.architecture.hidden_size
+
+
 def _deep_ep(job: Scenario) -> ExchangeBuffers:
-    ranks, hidden_bytes = ranks_of_exchange(job), 2 * job.architecture.hidden_size
+    ranks, hidden_bytes = ranks_of_exchange(job), 2 * _sent_size(job)
     channels, near = job.state.moe_deepep_num_sms // 2, min(RANKS_OF_A_NODE, ranks)
     nodes = max(ranks // RANKS_OF_A_NODE, 1)
     in_flight, at_once = _OF_DEEP_EP[ranks]
@@ -86,7 +90,7 @@ def _deep_ep(job: Scenario) -> ExchangeBuffers:
 
 def _hybrid_ep(job: Scenario, ranks_of_a_node: int) -> int:
     """Returns the buffers for the case that all tokens of all ranks go to this one."""
-    ranks, hidden = ranks_of_exchange(job), job.architecture.hidden_size
+    ranks, hidden = ranks_of_exchange(job), _sent_size(job)
     experts = (job.architecture.num_moe_experts or 0) * job.layout.expert_tensor_size
     tokens, scales = hybrid_ep_tokens(job.tokens_of_rank), hidden // 128
     nodes, of_node = ranks // ranks_of_a_node, experts // ranks * ranks_of_a_node
@@ -133,10 +137,10 @@ def check_exchange(job: Scenario) -> None:
         )
     if backend == "hybridep":
         is_whole = ranks <= RANKS_OF_A_NODE or ranks % RANKS_OF_A_NODE == 0
-        if not is_whole or job.architecture.hidden_size % 16:
+        if not is_whole or _sent_size(job) % 16:
             raise RuleError(
-                f"moe_flex_dispatcher_backend is 'hybridep' with {ranks} ranks that share the experts and hidden_size "
-                f"{job.architecture.hidden_size}, must be at most {RANKS_OF_A_NODE} or a multiple of it, and a "
+                f"moe_flex_dispatcher_backend is 'hybridep' with {ranks} ranks that share the experts and tokens of "
+                f"{_sent_size(job)} columns, must be at most {RANKS_OF_A_NODE} or a multiple of it, and a "
                 "multiple of 16: choose another expert_model_parallel_size, or alltoall",
                 *("moe_flex_dispatcher_backend", "expert_model_parallel_size"),
             )

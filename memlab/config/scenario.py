@@ -1056,6 +1056,12 @@ class Scenario:
                 "alltoall, or leave moe_shared_expert_overlap out",
                 *("moe_shared_expert_overlap", "moe_token_dispatcher_type"),
             )
+        if self.architecture.moe_latent_size:
+            raise RuleError(
+                f"moe_shared_expert_overlap is True with moe_latent_size {self.architecture.moe_latent_size}, which "
+                "Megatron-Core does not have together: leave moe_shared_expert_overlap out",
+                "moe_shared_expert_overlap",
+            )
         has_adapters = any(".shared_experts." in name for _, name in self._linears_with_adapters())
         if has_adapters and self.layout.tensor_model_parallel_size > 1:
             raise RuleError(
