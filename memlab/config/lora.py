@@ -82,10 +82,10 @@ class LoRA:
     target_modules: tuple[str, ...] = option(
         LINEARS,
         "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, output_layer, eh_proj of "
-        "multi-token prediction, those of latent attention such as linear_kv_down_proj, in_proj and out_proj of Mamba and "
-        "gated delta net, in the canonical "
-        "form linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up, with engine fsdp2 q_proj and the other "
-        "names of transformers, or patterns of whole names with asterisks (default: the first four in every layer)",
+        "multi-token prediction, those of latent attention such as linear_kv_down_proj, in_proj and out_proj of Mamba "
+        "and gated delta net, in the canonical form linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up, with "
+        "engine fsdp2 q_proj and the other names of transformers, or patterns of whole names with asterisks (default: "
+        "the first four in every layer)",
         choices=LINEARS,
         **_ADAPTERS,
     )

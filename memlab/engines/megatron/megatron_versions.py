@@ -38,8 +38,9 @@ def grouped_experts(linear_fc1: type, linear_fc2: type) -> Any:
 def latent_linears_of(provider: type) -> dict[str, Any]:
     """Returns the replacements with which latent attention and latent experts take a provider's linears and norms.
 
-    Attention asks by class which of its linears are whole on each rank; experts have no specification of theirs. 0.19's ``QKNormConfigResolver`` gets those
-    of norms from Transformer Engine's own provider, unless the specification has them.
+    Attention asks by class which of its linears are whole on each rank; experts have no specification of theirs.
+    0.19's ``QKNormConfigResolver`` gets those of norms from Transformer Engine's own provider, unless the specification
+    has them.
     """
     path = "megatron.core.transformer"
     names = (f"{path}.multi_latent_attention.TELinear", f"{path}.moe.moe_layer.TELinear")
