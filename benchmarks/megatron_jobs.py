@@ -1,4 +1,4 @@
-"""Jobs of one to four ranks for `benchmarks.plain_megatron`, in Megatron's own names: model, layout, settings, state.
+"""Jobs of one to eight ranks for `benchmarks.plain_megatron`, in Megatron's own names: model, layout, settings, state.
 
 Each job steps the first layers of a published model, on one sequence of 4,096 tokens per micro-batch.
 Jobs of one layout follow each other, so that they can share processes. The most important layouts come first, because a
@@ -623,8 +623,7 @@ def jobs() -> Iterator[Job]:
     yield from of(QWEN, 4, "CP4 EP4", {}, recompute("moe_act"))
     yield from of(PHI, 8, "TP2 PP2", {}, recompute("core_attn"), num_microbatches=4)
     yield from of(QWEN, 4, "TP4 EP4 ETP1", {}, FULL)
-    yield from one_rank(of)
-    yield from latent_attention(of)
+    yield from chain(further_layouts_of_four_ranks(of), eight_ranks(of), one_rank(of), latent_attention(of))
     yield from chain(
         shared_experts_and_routers(of), families_of_experts(of), further_experts(of), dispatch_of_tokens(of)
     )
@@ -661,6 +660,31 @@ def latent_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     yield from of(QWEN, 2, alone, config=narrow, state=lora(16))
     yield from of(QWEN, 2, alone, config=narrow, state=TENSORWISE)
     yield from of(MOONLIGHT, 3, alone, {}, FULL, config={"moe_latent_size": 512, "num_moe_experts": 16})
+
+
+def further_layouts_of_four_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of layouts that combine two or three kinds of parallelism, and three with a loss per token."""
+    yield from of(PHI, 4, "TP2 DP2", {}, FULL)
+    yield from of(PHI, 4, "PP2 DP2", {}, num_microbatches=4)
+    yield from of(PHI, 4, "CP2 DP2", {})
+    yield from of(PHI, 4, "CP2 PP2", {}, FULL, num_microbatches=4)
+    yield from of(LLAMA, 8, "TP2 PP2 VP2", {}, num_microbatches=4)
+    yield from of(QWEN, 4, "CP2 PP2 EP2", {}, recompute("moe_act"), num_microbatches=4)
+    yield from of(QWEN, 4, "TP2 CP2 EP2 ETP1", {}, FULL)
+    yield from of(QWEN, 4, "EP2 DP4", {})
+    for layout, num_microbatches in (("PP4", 8), ("CP2 DP2", 1)):
+        yield from of(PHI, 4, layout, num_microbatches=num_microbatches, config=PER_TOKEN)
+    yield from of(QWEN, 4, "EP2 DP4", config=PER_TOKEN)
+
+
+def eight_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields the layouts of eight GPUs, among them the whole job of the story in ``labs/README.md``."""
+    yield from of(QWEN, 48, "EP8 DP8", EXPERTS, state=LOW_PRECISION)
+    yield from of(PHI, 4, "TP2 PP2 DP2", {}, FULL, num_microbatches=4)
+    yield from of(QWEN, 4, "EP8 DP8", {}, FULL)
+    yield from of(QWEN, 4, "TP2 EP8 ETP1 DP4", {}, FULL)
+    yield from of(PHI, 4, "CP8", {}, FULL)
+    yield from of(PHI, 8, "PP8", {}, FULL, num_microbatches=16)
 
 
 def mamba(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

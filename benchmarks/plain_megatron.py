@@ -284,12 +284,15 @@ def predict_steps(job: dict[str, Any], rank: int) -> list[StepRecord]:
     from memlab import Lab, Layout, MemorySettings, TrainingState, Versions
     from memlab.config.architectures import find_architecture
     from memlab.config.routing import Routing
-    from tests.unit.inside import inside
+    from tests.unit.inside import skip_first_calls
 
     architecture = find_architecture(job["model"]).with_layers(job["num_layers"])
     sizes = {name: value for name, value in job["config"].items() if name in type(architecture).__slots__}
     config = MODELS[job["model"]] | job["config"]
     of_state = {name: config[name] for name in _OPTIONS_OF_STATE if name in config}
+    layout = replace(Layout.from_text(job["layout"]), rank=rank)
+    sharing = layout.expert_model_parallel_size * layout.expert_tensor_size  # consecutive ranks
+    own = range(first := rank - rank % sharing, first + sharing)
     environment = job["ranks"][rank]["environment"]
     versions = Versions(transformer_engine=environment["transformer-engine"], torch=environment["torch"])
     with Lab(
@@ -298,14 +301,14 @@ def predict_steps(job: dict[str, Any], rank: int) -> list[StepRecord]:
         seq_length=job["seq_length"],
         num_microbatches=job["num_microbatches"],
         micro_batch_size=job.get("micro_batch_size", 1),  # older lines do not have it
-        layout=replace(Layout.from_text(job["layout"]), rank=rank),
+        layout=layout,
         state=TrainingState.of_options(job["state"] | of_state),
-        routing=Routing(kind="counts", counts=routes_of(job["ranks"])) if architecture.routes else Routing(),
+        routing=Routing(kind="counts", counts=routes_of(job["ranks"], own)) if architecture.routes else Routing(),
         versions=versions,
         backend="simulated",
     ) as lab:
         if not job["ranks"][rank].get("first_uses"):
-            inside(lab).model.labels.skip_first_calls()
+            skip_first_calls(lab)
         settings = MemorySettings(**job["settings"])
         records = [lab.step(settings)]
         while records[-1].step_index < LAST_STEP:
@@ -321,13 +324,18 @@ def figures(measured: int, predicted: int, *, hidden: bool = False) -> Iterator[
     yield f"{predicted / measured - 1:+.3%}" if measured else "nothing measured"
 
 
-def routes_of(ranks: list[dict[str, Any]]) -> tuple[tuple[int, ...], ...]:
+def routes_of(ranks: list[dict[str, Any]], own: range) -> tuple[tuple[int, ...], ...]:
     """Returns how many tokens each expert of each layer got, over the ranks that share the experts.
 
-    Ranks with the same experts of a layer got the same tokens; ranks of one pipeline stage have the same layers.
+    Ranks with the same experts of a layer got the same tokens, unless context parallel ranks, which have other parts
+    of a sequence, share their experts with others; ranks of one pipeline stage have the same layers.
+
+    Args:
+        ranks: All of a job.
+        own: Those that share the experts of the predicted rank's group, whose counts hold for its layers.
     """
     by_layer: dict[int, dict[int, list[int]]] = {}
-    for rank in ranks:
+    for rank in (*ranks[own.start : own.stop], *ranks):
         for layer, lists in rank["tokens_per_expert"].items():
             by_layer.setdefault(int(layer), {}).setdefault(rank["expert_rank"], lists[0])
     return tuple(

@@ -118,14 +118,6 @@ class CachingAllocator:
         self.pools = {number: pool for number, pool in self.pools.items() if number < 2 or pool.reserved_bytes}
 
     def exchange_pools(self, *, of_same_graph: bool = False) -> None:
-        """Begins the capture of a CUDA graph, or ends it.
-
-        While it lasts, requests are served from pools of the graph, and nothing is returned to the device. Afterwards
-        the graph keeps what its pools have reserved, until the capture of another graph begins.
-
-        Args:
-            of_same_graph: Whether what is captured shares the pools of what was captured last.
-        """
         if self.log is not None:
             self.log.extend((EXCHANGE_POOLS, 0, of_same_graph))
         self.is_capturing = not self.is_capturing

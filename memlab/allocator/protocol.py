@@ -9,13 +9,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Hashable, Iterable
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from memlab.allocator.caching_allocator import CachingAllocator
 
 IntArray = npt.NDArray[np.int64]
 NO_BLOCK = -1
@@ -87,7 +84,7 @@ class Allocator(Protocol):
     def copy(self) -> Self:
         """Returns an allocator in the same state, without a log, for requests that may have to be undone."""
 
-    def in_python(self) -> CachingAllocator:
+    def in_python(self) -> PoolExchanger:
         """Returns an allocator in this state, with this log, that can exchange its pools; blocks keep their numbers."""
 
     def allocate(self, requested_bytes: int, stream: int = 0) -> int:
@@ -112,3 +109,17 @@ class Allocator(Protocol):
 
     def empty_cache(self) -> None:
         """Returns the segments or pages in which nothing is allocated to the device, but for those of CUDA graphs."""
+
+
+class PoolExchanger(Allocator, Protocol):
+    """An allocator in which CUDA graphs can be captured."""
+
+    def exchange_pools(self, *, of_same_graph: bool = False) -> None:
+        """Begins the capture of a CUDA graph, or ends it.
+
+        While it lasts, requests are served from pools of the graph, and nothing is returned to the device. Afterwards
+        the graph keeps what its pools have reserved, until the capture of another graph begins.
+
+        Args:
+            of_same_graph: Whether what is captured shares the pools of what was captured last.
+        """

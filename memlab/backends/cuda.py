@@ -24,7 +24,7 @@ from memlab.config.training_state import TrainingState
 from memlab.config.user_buffers import has_user_buffers
 from memlab.config.versions import Versions
 from memlab.engines.megatron.attention_environment import check_environment, check_flash_attention_is_installed
-from memlab.engines.megatron.retention.transformer_engine_caches import fill_cublas_workspaces
+from memlab.engines.megatron.transformer_engine_caches import fill_cublas_workspaces
 from memlab.engines.process_group import join_with_nccl, require_started_ranks
 from memlab.meter.cuda.meter import AllocatorMeter
 from memlab.started_ranks import local_rank
@@ -70,8 +70,6 @@ def check_available() -> Unavailable | None:
         return Unavailable(f"torch {torch.__version__} is built without CUDA", f"with an NVIDIA GPU, {install}")
     if not torch.cuda.is_available():
         return Unavailable("torch sees no CUDA device", "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES")
-    if not hasattr(torch.cuda.memory, "_set_memory_metadata"):
-        return Unavailable(f"torch {torch.__version__} does not label allocations, 2.10 and later do", install)
     too_late = [name for name, value in EARLY_VARIABLES.items() if _is_too_late(name, value)]
     if too_late:
         line = " ".join(f"{name}={EARLY_VARIABLES[name]}" for name in too_late)

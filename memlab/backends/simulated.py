@@ -35,7 +35,7 @@ from memlab.engines.megatron.layers import attention_workspace, fake_fp8, fp8_pa
 from memlab.engines.megatron.layers.fake_layers import FakeProvider
 from memlab.engines.megatron.layers.norm_workspace import with_workspace
 from memlab.engines.megatron.layers.own_layers import OwnProvider
-from memlab.engines.megatron.retention.transformer_engine_caches import LIBRARIES, hold_fake_workspaces
+from memlab.engines.megatron.transformer_engine_caches import LIBRARIES, hold_fake_workspaces
 from memlab.engines.process_group import join_alone
 from memlab.meter.labels import Labels
 from memlab.meter.protocol import Meter

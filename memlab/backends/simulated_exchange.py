@@ -22,7 +22,8 @@ from typing import Any
 import torch
 
 from memlab.backends.simulated_routing import chosen_rows
-from memlab.config.exchange_buffers import RANKS_OF_A_NODE, hybrid_ep_tokens
+from memlab.config.communication_restrictions import RANKS_OF_A_NODE
+from memlab.config.exchange_buffers import hybrid_ep_tokens
 from memlab.config.routing import reached_tokens
 from memlab.meter.labels import on_stream
 

@@ -400,6 +400,11 @@ class Architecture:
         return [size for part in self.parts for size in part.shared_sizes()]
 
     @property
+    def sent_size(self) -> int:
+        """Columns of a token as it is sent to experts."""
+        return self.moe_latent_size or self.hidden_size
+
+    @property
     def routes(self) -> bool:
         """Whether a layer sends tokens to experts."""
         return any(part.routes for part in self.parts)

@@ -8,30 +8,12 @@ megatron-core 0.16.1.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from memlab.config.communication_restrictions import OF_DEEP_EP, RANKS_OF_A_NODE
+from memlab.config.scenario import Scenario
 from memlab.config.validation import RuleError
 
-if TYPE_CHECKING:
-    from memlab.config.scenario import Scenario
-
-RANKS_OF_A_NODE = 8
-"""That reach one another by NVLink (``NUM_MAX_NVL_PEERS`` of DeepEP). HybridEP asks the driver; more of them reach one
-another in a GB200 NVL72, for example."""
-_OF_DEEP_EP = {
-    2: (256, (6, 6)),
-    4: (256, (6, 6)),
-    8: (256, (6, 6)),
-    16: (288, (20, 12)),
-    24: (288, (32, 8)),
-    32: (288, (32, 8)),
-    64: (288, (28, 20)),
-    128: (560, (32, 12)),
-    144: (720, (12, 8)),
-    160: (720, (12, 8)),
-}
-"""By the number of ranks: tokens in flight of a channel by NVLink, and those that dispatch and combine send at once by
-network (``get_dispatch_config`` and ``get_combine_config``)."""
 _IN_FLIGHT_BY_NETWORK = 128
 """Tokens of a channel, rounded up to a multiple of those that are sent at once."""
 _BESIDE_A_TOKEN = 8 + 128 * (8 + 4) + 128 * 4
@@ -58,25 +40,16 @@ def exchange_buffers(job: Scenario) -> ExchangeBuffers:
         return ExchangeBuffers(0, 0)
     if job.state.moe_flex_dispatcher_backend == "deepep":
         return _deep_ep(job)
-    ranks = ranks_of_exchange(job)
+    ranks = job.layout.ranks_of_exchange
     sizes = [_hybrid_ep(job, ranks_of_a_node) for ranks_of_a_node in {min(RANKS_OF_A_NODE, ranks), ranks}]
     return ExchangeBuffers(min(sizes), max(sizes))
 
 
-def ranks_of_exchange(job: Scenario) -> int:
-    """Returns how many ranks exchange tokens: those that share the experts and the matrices of each."""
-    return job.layout.expert_model_parallel_size * job.layout.expert_tensor_size
-
-
-def _sent_size(job: Scenario) -> int:
-    return job.architecture.moe_latent_size or job.architecture.hidden_size
-
-
 def _deep_ep(job: Scenario) -> ExchangeBuffers:
-    ranks, hidden_bytes = ranks_of_exchange(job), 2 * _sent_size(job)
+    ranks, hidden_bytes = job.layout.ranks_of_exchange, 2 * job.architecture.sent_size
     channels, near = job.state.moe_deepep_num_sms // 2, min(RANKS_OF_A_NODE, ranks)
     nodes = max(ranks // RANKS_OF_A_NODE, 1)
-    in_flight, at_once = _OF_DEEP_EP[ranks]
+    in_flight, at_once = OF_DEEP_EP[ranks]
     by_nvlink = channels * near * ((2 * nodes + 3) * 4 + in_flight * (hidden_bytes + _BESIDE_A_TOKEN))
     least = _pages(by_nvlink) + _WORKSPACE_BYTES
     if nodes == 1:
@@ -90,7 +63,7 @@ def _deep_ep(job: Scenario) -> ExchangeBuffers:
 
 def _hybrid_ep(job: Scenario, ranks_of_a_node: int) -> int:
     """Returns the buffers for the case that all tokens of all ranks go to this one."""
-    ranks, hidden = ranks_of_exchange(job), _sent_size(job)
+    ranks, hidden = job.layout.ranks_of_exchange, job.architecture.sent_size
     experts = (job.architecture.num_moe_experts or 0) * job.layout.expert_tensor_size
     tokens, scales = hybrid_ep_tokens(job.tokens_of_rank), hidden // 128
     nodes, of_node = ranks // ranks_of_a_node, experts // ranks * ranks_of_a_node
@@ -111,59 +84,6 @@ def hybrid_ep_tokens(num_tokens: int) -> int:
 
 def _pages(num_bytes: int) -> int:
     return -(-num_bytes // _PAGE_BYTES) * _PAGE_BYTES
-
-
-def check_exchange(job: Scenario) -> None:
-    """Checks that Megatron-Core and the two libraries take a job with the ``flex`` dispatcher.
-
-    Raises:
-        RuleError: If not.
-    """
-    state, ranks = job.state, ranks_of_exchange(job)
-    if state.moe_token_dispatcher_type != "flex" or not job.architecture.routes:
-        return
-    option, backend = "moe_token_dispatcher_type", state.moe_flex_dispatcher_backend
-    if ranks == 1:
-        raise RuleError(
-            f"{option} is 'flex' with expert_model_parallel_size 1 and expert_tensor_parallel_size 1, must have more "
-            "ranks by a rule of Megatron-Core: spread the experts, or choose alltoall",
-            *(option, "expert_model_parallel_size"),
-        )
-    if job.dtype != "bf16":
-        raise RuleError(
-            f"{option} is 'flex' with dtype {job.dtype!r}, must be bf16, which DeepEP and HybridEP combine: choose "
-            "bf16, or alltoall",
-            *(option, "dtype"),
-        )
-    if backend == "hybridep":
-        is_whole = ranks <= RANKS_OF_A_NODE or ranks % RANKS_OF_A_NODE == 0
-        if not is_whole or _sent_size(job) % 16:
-            raise RuleError(
-                f"moe_flex_dispatcher_backend is 'hybridep' with {ranks} ranks that share the experts and tokens of "
-                f"{_sent_size(job)} columns, must be at most {RANKS_OF_A_NODE} or a multiple of it, and a "
-                "multiple of 16: choose another expert_model_parallel_size, or alltoall",
-                *("moe_flex_dispatcher_backend", "expert_model_parallel_size"),
-            )
-        return
-    if ranks not in _OF_DEEP_EP:
-        raise RuleError(
-            f"moe_flex_dispatcher_backend is 'deepep' with {ranks} ranks that share the experts, must be one of "
-            f"{', '.join(map(str, _OF_DEEP_EP))} by a rule of DeepEP: choose another expert_model_parallel_size, "
-            "hybridep, or alltoall",
-            *("moe_flex_dispatcher_backend", "expert_model_parallel_size"),
-        )
-    if state.moe_deepep_num_sms % 2:
-        raise RuleError(
-            f"moe_deepep_num_sms is {state.moe_deepep_num_sms}, must be even by a rule of DeepEP: choose "
-            f"{state.moe_deepep_num_sms - 1}",
-            "moe_deepep_num_sms",
-        )
-    if state.moe_pad_expert_input_to_capacity:
-        raise RuleError(
-            "moe_flex_dispatcher_backend is 'deepep' with moe_pad_expert_input_to_capacity, which Megatron-Core "
-            "refuses: choose hybridep, or leave it out",
-            *("moe_flex_dispatcher_backend", "moe_pad_expert_input_to_capacity"),
-        )
 
 
 def require_no_library_for_exchange(job: Scenario) -> None:

@@ -186,6 +186,11 @@ class Layout:
         return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
+    def ranks_of_exchange(self) -> int:
+        """Number of ranks that exchange tokens: those that share the experts and the matrices of each."""
+        return self.expert_model_parallel_size * self.expert_tensor_size
+
+    @property
     def copies_of_parameters(self) -> int:
         """Number of ranks that have the same parameters outside experts; gradients are reduced over them."""
         return self.data_parallel_size * self.context_parallel_size

@@ -9,15 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from memlab.config.architectures import Architecture
+from memlab.config.layout import Layout
 from memlab.config.option import check_options, option
 from memlab.config.parts.part import Weight
 from memlab.config.validation import RuleError, shortened
-
-if TYPE_CHECKING:
-    from memlab.config.architectures import Architecture
-    from memlab.config.layout import Layout
 
 DropoutPosition = Literal["pre", "post"]
 Library = Literal["megatron_bridge", "mcore_bridge"]

@@ -1,4 +1,4 @@
-"""Which memory settings a model refuses, which it ignores, and what they keep alive.
+"""Which memory settings a model refuses, and what they keep alive.
 
 Rules that hold on any model are in `MemorySettings`; these need the architecture, and how its layers are split.
 """
@@ -18,16 +18,12 @@ from memlab.config.option import Option, check_engine, options_of
 from memlab.config.parts.part import FeedForward, Part
 from memlab.config.scenario import Scenario
 from memlab.config.settings import (
-    NEWER_SETTINGS,
     OFFLOAD_MODULES,
     RECOMPUTE_MODULES,
     MemorySettings,
 )
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError
-
-_DEFAULT = MemorySettings()
-_MODULES = ("recompute_modules", "offload_modules")
 
 
 def checkpoints_moe_layers(settings: MemorySettings, architecture: Architecture) -> bool:
@@ -383,10 +379,6 @@ def _groups_in_turn(settings: MemorySettings, scenario: Scenario, chunk: Sequenc
     return [name for part in parts for name in part.groups_in_turn(offloaded)]
 
 
-def _given_of_newer(settings: MemorySettings) -> list[str]:
-    return [name for name in NEWER_SETTINGS if getattr(settings, name) != getattr(_DEFAULT, name)]
-
-
 @cache
 def _megatron_version() -> tuple[int, ...]:
     """Returns major and minor version, without an import of Megatron and torch; that of the newest if none is found."""
@@ -397,72 +389,11 @@ def _megatron_version() -> tuple[int, ...]:
     return tuple(int(part) for part in found.groups()) if found else (0, 19)
 
 
-def without_effect(settings: MemorySettings, architecture: Architecture) -> dict[str, str]:
-    """Names the settings that Megatron accepts and then ignores, as far as the model's structure decides it.
-
-    Returns:
-        Setting (``field:module``) to the reason, for each setting that changes nothing on this architecture. What
-        only a run can show (tensors under the minimum size, the last group of a name) is added by the step record.
-    """
-    reasons: dict[str, str] = {}
-    if settings.offload_modules is None and settings.min_offloaded_tensor_size != _DEFAULT.min_offloaded_tensor_size:
-        reasons["min_offloaded_tensor_size"] = "no offload_modules are named, so no tensor is compared with it"
-    if settings.offload_modules is None:
-        idle = _given_of_newer(settings)
-        reasons |= dict.fromkeys(idle, "no offload_modules are named, so nothing is transferred")
-    if settings.offload_optimizer and settings.offload_optimizer_except_update:
-        reasons["offload_optimizer"] = "offload_optimizer_except_update already keeps the same state on the host"
-    if settings.checkpoint_input_remedy is not None and not checkpoints_moe_layers(settings, architecture):
-        reasons["checkpoint_input_remedy"] = "only a checkpoint around an MoE layer keeps its input: " + (
-            "choose recompute_granularity 'full', or recompute 'moe'"
-            if architecture.keeps_graph
-            else f"{architecture.name} is dense and has none"
-        )
-    if {"core_attn"} <= set(settings.offload_modules or ()) & set(settings.recompute_modules or ()):
-        reasons["offload_modules:core_attn"] = "core_attn is recomputed, and then Megatron offloads nothing of it"
-    named = {f"{field}:{name}" for field in _MODULES for name in getattr(settings, field) or ()}
-    return reasons | {name: reason for name, reason in architecture.without_effect.items() if name in named}
-
-
 def is_without_checkpoints(settings: MemorySettings, scenario: Scenario) -> bool:
     """Whether Megatron-Core ignores full recompute, which it does in older models with layers of Mamba."""
     is_hybrid = scenario.architecture.hybrid_override_pattern is not None
     is_old = is_hybrid and not scenario.versions.checkpoints_hybrid_models(_megatron_version())
     return is_old and settings.recompute_granularity == "full"
-
-
-def without_checkpoints(settings: MemorySettings, scenario: Scenario) -> dict[str, str]:
-    """Names full recompute where Megatron-Core ignores it."""
-    reason = "megatron-core 0.16 and 0.17 ignore full recompute in a model with layers of Mamba, 0.18 has it"
-    return {"recompute_granularity": reason} if is_without_checkpoints(settings, scenario) else {}
-
-
-def without_layers_on_rank(settings: MemorySettings, scenario: Scenario) -> dict[str, str]:
-    """Names the modules that other layers of the model have, and no layer of this rank."""
-    kinds = scenario.architecture.kinds_of(scenario.layers_of_rank)
-    present = {name for kind, count in kinds.items() if count for field in _MODULES for name in getattr(kind, field)}
-    reason = "no layer of this rank has this module: layers of other ranks do"
-    return {
-        f"{field}:{name}": reason
-        for kind, count in kinds.items()
-        if not count
-        for field in _MODULES
-        for name in set(getattr(kind, field)) & set(getattr(settings, field) or ()) - present
-    }
-
-
-def without_optimizer_on_device(settings: MemorySettings, state: TrainingState) -> dict[str, str]:
-    """Names what does nothing where the CPU optimizer already keeps the whole state on the host."""
-    names = ("offload_optimizer", "offload_optimizer_except_update") if state.keeps_optimizer_on_host else ()
-    reason = "optimizer_cpu_offload keeps the whole optimizer state on the host already"
-    return {name: reason for name in names if getattr(settings, name)}
-
-
-def without_backward(settings: MemorySettings) -> dict[str, str]:
-    """Names what does nothing in a forward-only pass, like `without_effect`: nothing is saved for backward."""
-    names = [name for name in ("recompute_granularity", "checkpoint_input_remedy") if getattr(settings, name)]
-    names += [f"offload_modules:{name}" for name in settings.offload_modules or ()]
-    return dict.fromkeys(names, "a forward-only pass saves nothing that could be recomputed or offloaded")
 
 
 def _whole(layers: tuple[int, ...]) -> str:

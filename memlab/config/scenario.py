@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture, find_architecture
-from memlab.config.exchange_buffers import check_exchange
+from memlab.config.communication_restrictions import check_exchange, check_user_buffers
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
 from memlab.config.layout import Layout
@@ -30,9 +30,8 @@ from memlab.config.parts.mtp import joining_weights
 from memlab.config.parts.part import Weight
 from memlab.config.pipeline_layout import extra_layers
 from memlab.config.routing import Routing, find_routing
-from memlab.config.training_state import LOSS_OPTIONS, AttnImplementation, TrainingState
-from memlab.config.transformers_linears import adapted_linears, linears
-from memlab.config.user_buffers import check_user_buffers
+from memlab.config.training_state import AttnImplementation, TrainingState
+from memlab.config.transformers_linears import adapted_linears
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
 from memlab.config.versions import OLDER_FILES, Versions
 
@@ -209,8 +208,8 @@ class Scenario:
                 *("overlap_param_gather_with_optimizer_step", "virtual_pipeline_model_parallel_size"),
             )
         check_fp8(self.state, self.architecture, self.layout, dtype=self.dtype, tokens_of_rank=self.tokens_of_rank)
-        check_user_buffers(self)
-        check_exchange(self)
+        check_user_buffers(self.state, self.architecture, self.layout, self.dtype)
+        check_exchange(self.state, self.architecture, self.layout, self.dtype)
 
     @property
     def teacher(self) -> Scenario:
@@ -847,7 +846,7 @@ class Scenario:
 
     def _check_linears_with_adapters(self, lora: LoRA) -> None:
         model, layout, of_bridge = self.architecture, self.layout, lora.library == "megatron_bridge"
-        kinds = dict.fromkeys((linear, lora.parts(name)) for linear, name in self._linears_with_adapters())
+        kinds = dict.fromkeys((linear, lora.parts(name)) for linear, name in self.linears_with_adapters())
         for linear, parts in kinds:
             own = linear.name.removesuffix(".weight").rpartition(".")[2]
             if parts and parts != PARTS[own]:
@@ -1062,7 +1061,7 @@ class Scenario:
                 "Megatron-Core does not have together: leave moe_shared_expert_overlap out",
                 "moe_shared_expert_overlap",
             )
-        has_adapters = any(".shared_experts." in name for _, name in self._linears_with_adapters())
+        has_adapters = any(".shared_experts." in name for _, name in self.linears_with_adapters())
         if has_adapters and self.layout.tensor_model_parallel_size > 1:
             raise RuleError(
                 f"moe_shared_expert_overlap is True with tensor_model_parallel_size "
@@ -1244,10 +1243,11 @@ class Scenario:
 
     def weights_of_adapters(self) -> Iterator[Weight]:
         """Yields the weights of all adapters of the rank."""
-        for linear, name in self._linears_with_adapters():
+        for linear, name in self.linears_with_adapters():
             yield from self.state.lora.weights(linear, name, self.architecture, self.layout)  # type: ignore[union-attr]
 
-    def _linears_with_adapters(self) -> Iterator[tuple[Weight, str]]:
+    def linears_with_adapters(self) -> Iterator[tuple[Weight, str]]:
+        """Yields the linears of the rank that have adapters, each with its name."""
         lora = self.state.lora
         if lora is None:
             return
@@ -1283,14 +1283,6 @@ class Scenario:
         return self.layout.most_passes_in_flight(self.num_microbatches)
 
     @property
-    def _copies_of_parameters(self) -> int:
-        """The most ranks that hold the same parameters, and so reduce their gradients."""
-        layout = self.layout
-        if layout.expert_model_parallel_size == 1:
-            return layout.copies_of_parameters
-        return max(layout.copies_of_parameters, layout.copies_of_experts)
-
-    @property
     def tokens_of_rank(self) -> int:
         """Tokens of one micro-batch that the rank holds outside its matrix products, where ranks share sequences."""
         return self.seq_length * self.micro_batch_size // self.layout.ranks_of_a_sequence
@@ -1313,136 +1305,6 @@ class Scenario:
         if self.routing.kind == "random":
             return self.layout.expert_model_parallel_size > 1
         return len(self.routing.counts) > 1
-
-    def without_effect(self) -> dict[str, str]:
-        """Names the options of the training state that do nothing on this rank, each with the reason."""
-        reasons = self.state.without_effect() | self._without_effect_on_fp32() | self._without_effect_on_fsdp2()
-        if self._copies_of_parameters == 1:
-            alone = (
-                "one data-parallel rank exchanges no gradients and no parameters; only the padding of buckets changes"
-            )
-            names = ("overlap_grad_reduce", "overlap_param_gather", "overlap_param_gather_with_optimizer_step")
-            reasons |= {name: alone for name in names if getattr(self.state, name)}
-        if self.state.deallocate_pipeline_outputs and self.layout.pipeline_model_parallel_size == 1:
-            reasons["deallocate_pipeline_outputs"] = "only a pipeline stage sends outputs"
-        if self.state.cp_comm_type != "p2p" and self.layout.context_parallel_size == 1:
-            reasons["cp_comm_type"] = "context_parallel_size is 1, and nobody shares the sequences"
-        if self.state.tp_comm_overlap and self.layout.tensor_model_parallel_size == 1:
-            reasons["tp_comm_overlap"] = "one tensor parallel rank exchanges nothing"
-        model = self.architecture
-        if self.state.pad_packed_values and (self.packed_sequences is None or model.has_kernel_of_flash_attn_2):
-            reasons["pad_packed_values"] = (
-                "only packed rows have it, of attention whose keys are larger than its values"
-            )
-        shares_sequences = self.packed_sequences is not None or self.layout.context_parallel_size > 1
-        if self.state.attention_dropout and shares_sequences:
-            reasons["attention_dropout"] = (
-                "on the CPU and in predictions, attention drops no probabilities of packed sequences, nor where ranks "
-                "share a sequence: what a kernel keeps for it, the state of its random numbers, is left out"
-            )
-        is_inside = 0 < self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1
-        if self.state.create_attention_mask_in_dataloader and is_inside:
-            reasons["create_attention_mask_in_dataloader"] = "only the first and the last pipeline stage get masks"
-        reasons |= self._without_effect_on_adapters() | self._without_effect_on_experts()
-        if self.layout.pipeline_stage < self.layout.pipeline_model_parallel_size - 1:
-            elsewhere = "only the last pipeline stage computes the loss"
-            reasons |= {name: elsewhere for name in LOSS_OPTIONS if name in self.state.changed()}
-        if self.layout.pipeline_stage > 0 and self.state.ddp_bucket_size is not None:
-            reasons["ddp_bucket_size"] = "Megatron splits buffers into buckets only on the first pipeline stage"
-        return reasons
-
-    def _without_effect_on_adapters(self) -> dict[str, str]:
-        lora, reasons = self.state.lora, {}
-        if lora is None:
-            return {}
-        if lora.dropout_position != "pre" and not lora.dropout:
-            reasons["lora_dropout_position"] = "lora_dropout is 0"
-        every = replace(lora, exclude_modules=())
-        if self.engine == "fsdp2":
-            linears_of_model = [*linears(self.architecture, self.num_layers)]
-            unused = [
-                target
-                for target in lora.target_modules
-                if not any(replace(lora, target_modules=(target,)).adapts_module(one.name) for one in linears_of_model)
-            ]
-            if unused:
-                reasons["lora_target_modules"] = f"{', '.join(unused)} names no linear of transformers' model"
-            if lora.exclude_modules and all(map(lora.adapts_module, (one.name for one in linears_of_model))):
-                reasons["lora_exclude_modules"] = "no linear of transformers' model has such a name"
-            return reasons
-        excludes = lora.adapts(OUTPUT_LAYER) != every.adapts(OUTPUT_LAYER) or any(
-            [*lora.adapted(number, part.weights())] != [*every.adapted(number, part.weights())]
-            for chunk in (self.chunks_of_rank if lora.exclude_modules else ())
-            for number, layer in enumerate(chunk)
-            for part in self.architecture.parts_of(layer)
-        )
-        if lora.exclude_modules and not excludes:
-            reasons["lora_exclude_modules"] = "no linear of this rank that would have an adapter has such a name"
-        names = [name for _, name in self._linears_with_adapters()] + [OUTPUT_LAYER] * lora.adapts(OUTPUT_LAYER)
-        unused = lora.unused_targets(names) if lora.target_modules != LINEARS else []
-        if unused:
-            reasons["lora_target_modules"] = f"no linear of this rank has the name {' or '.join(unused)}"
-        if not any(linear.num_experts for linear, _ in self._linears_with_adapters()):
-            of_experts = {"lora_share_expert_adapters", "lora_normalize_moe_lora"} & self.state.changed().keys()
-            reasons |= dict.fromkeys(of_experts, "no linear of experts has an adapter")
-        return reasons
-
-    def _without_effect_on_experts(self) -> dict[str, str]:
-        changed = self.state.changed()
-        if not self.architecture.routes:
-            of_experts = [name for name in changed if name.startswith("moe_") or name == "freeze_moe_router"]
-            return dict.fromkeys(of_experts, "the model has no experts")
-        reasons = {}
-        if self.state.freeze_moe_router and self.state.lora is not None:
-            reasons["freeze_moe_router"] = "beside adapters the whole model is frozen"
-        if "moe_router_load_balancing_type" in changed and self.architecture.moe_aux_loss_coeff == 0:
-            reasons["moe_router_load_balancing_type"] = "moe_aux_loss_coeff of the model is 0"
-        return reasons
-
-    def _without_effect_on_fsdp2(self) -> dict[str, str]:
-        reasons = self._without_effect_on_units()
-        if self.state.fp32_sharded_params and self.dtype == "fp32":
-            reasons["fp32_sharded_params"] = "the parameters are fp32 already"
-        if self.state.defer_fsdp_grad_sync and self.num_microbatches == 1:
-            reasons["defer_fsdp_grad_sync"] = "the only micro-batch is the last one"
-        state = self.state
-        if state.store_param_remainders and state.adam_implementation == "te_fused":
-            if not state.master_weights:
-                reasons["store_param_remainders"] = "only master_weights reads it"
-            elif self.dtype == "fp32" or state.fp32_sharded_params:
-                reasons["store_param_remainders"] = "the shards are fp32"
-            elif state.lora is not None and state.lora.fsdp2_library == "peft":
-                reasons["store_param_remainders"] = "PEFT's adapters are fp32"
-        if state.use_orig_params and state.fsdp_version == 2:
-            reasons["use_orig_params"] = "fully_shard always has the original parameters"
-        if self.state.reshard_after_forward_ranks and self.state.reshard_after_forward == "none":
-            reasons["reshard_after_forward_ranks"] = "reshard_after_forward is none"
-        elif state.reshard_after_forward_ranks == self.ranks_of_shards:
-            reasons["reshard_after_forward_ranks"] = "these are all ranks that have shards"
-        return reasons
-
-    def _without_effect_on_units(self) -> dict[str, str]:
-        state, reasons = self.state, {}
-        if state.fsdp_version == 1:
-            one = "FSDP1 shards layers, and then the model"
-            names = ("separate_embeddings", "reshard_root_after_forward")
-            return {name: one for name in names if name in state.changed()}
-        if state.separate_embeddings != "none" and self.architecture.share_embeddings_and_output_weights:
-            reasons["separate_embeddings"] = "they are tied"
-        if state.reshard_root_after_forward and state.reshard_after_forward == "none":
-            reasons["reshard_root_after_forward"] = "reshard_after_forward is none"
-        return reasons
-
-    def _without_effect_on_fp32(self) -> dict[str, str]:
-        if self.dtype != "fp32" or self.engine == "fsdp2":  # FSDP2 reduces gradients in the type that it is given
-            return {}
-        same = (
-            "the parameters are fp32; gradients are reduced in fp32 or in the type of their parameters, which "
-            "is fp32 here too"
-        )
-        unread = "the parameters are fp32, so Adam updates them, and never reads the main parameters that it allocates"
-        reasons = {"grad_reduce_in_bf16": same, "main_grads_dtype": same, "main_params_dtype": unread}
-        return {name: reason for name, reason in reasons.items() if name in self.state.changed()}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the scenario as JSON-ready values; a field that is a dataclass becomes a nested object."""

@@ -2,8 +2,8 @@
 
 Names and defaults are Megatron-Core's (``megatron/core/transformer/transformer_config.py``, 0.16.1). A setting that
 Megatron refuses, or accepts and then fails with or ignores by mistake, is refused here, in one line. What only some
-models refuse or ignore is in `memlab.config.model_restrictions`. Panel, notebook, command line and nightly all show the
-same texts.
+models refuse is in `memlab.config.model_restrictions`, and what they ignore in `memlab.config.without_effect`. Panel,
+notebook, command line and nightly all show the same texts.
 """
 
 from __future__ import annotations

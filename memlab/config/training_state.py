@@ -9,13 +9,13 @@ Megatron refuses is refused here, in one line, before anything is built.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from memlab.config.from_json import build
 from memlab.config.lora import OUTPUT_LAYER, LoRA
-from memlab.config.option import Option, Rebuilt, check_options, checked_modules, option, options_of, unread
+from memlab.config.option import Option, Rebuilt, check_options, checked_modules, option, options_of
 from memlab.config.validation import RuleError, shortened
 
 MainGradsDtype = Literal["fp32", "bf16"]
@@ -1071,44 +1071,6 @@ class TrainingState:
         """
         return build(cls, values, "state")
 
-    def without_effect(self) -> dict[str, str]:
-        """Names the options that Megatron accepts and then ignores, each with the reason."""
-        changed, state = self.changed(), self.options()
-        reasons = {name: reason for name, reason in unread(TrainingState, state).items() if name in changed}
-
-        def ignored(name: str, reason: str) -> None:
-            if name in changed:
-                reasons[name] = reason
-
-        if not self.optimizer_cpu_offload:
-            ignored("manual_gc", "only optimizer_cpu_offload leaves large tensors for the garbage collector")
-        else:
-            self._without_effect_on_cpu_optimizer(ignored)
-        if not self.grad_reduce_in_bf16:
-            buffers = (
-                "Adam reads the gradients in the type in which they are reduced, which is fp32 without "
-                "grad_reduce_in_bf16"
-            )
-            ignored(
-                "main_grads_dtype",
-                f"{buffers} (Megatron-LM's command line also sets grad_reduce_in_bf16, but Megatron-Core does not)",
-            )
-        if self.keeps_main_parameters_of_megatron:
-            in_megatron = (
-                f"with the FP8 recipe {self.fp8_recipe!r} and fp32 main parameters Megatron-Core keeps these, and "
-                "copies of the gradients, as without the precision-aware optimizer"
-            )
-            ignored("main_grads_dtype", in_megatron)
-            if self.exp_avg_dtype == self.exp_avg_sq_dtype == "fp32":
-                ignored("use_precision_aware_optimizer", f"{in_megatron}; only moments in fewer bytes would be less")
-        if not self.use_distributed_optimizer:
-            ignored("overlap_param_gather", "only the distributed optimizer leaves parameters that must be gathered")
-        if not self.overlap_grad_reduce:
-            ignored("ddp_bucket_size", "without overlap_grad_reduce Megatron reduces each buffer as a single bucket")
-        if self.overlap_param_gather_with_optimizer_step:
-            ignored("ddp_bucket_size", "overlap_param_gather_with_optimizer_step leaves each buffer a single bucket")
-        return reasons
-
     @property
     def keeps_optimizer_on_host(self) -> bool:
         """Whether the whole optimizer state is on the host, at any time.
@@ -1127,21 +1089,6 @@ class TrainingState:
         is_scaled_now = self.fp8_format is not None and self.fp8_recipe != "delayed"
         on_device = self.use_precision_aware_optimizer and not self.optimizer_cpu_offload
         return on_device and is_scaled_now and self.main_params_dtype == "fp32"
-
-    def _without_effect_on_cpu_optimizer(self, ignored: Callable[[str, str], None]) -> None:
-        # megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, 0.16.1 and 0.19.2
-        ignored(
-            "pin_cpu_params",
-            "Megatron's CPU optimizer ignores this option, and always pins the parameters when it copies them",
-        )
-        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
-            ignored(name, "Megatron's CPU optimizer ignores this option: main parameters and moments are fp32")
-        if self.optimizer_offload_fraction == 0:
-            reason = "optimizer_offload_fraction is 0, so the whole state stays on the device"
-            copies = "" if self.manual_gc else ", beside fp32 copies that Megatron discards: manual_gc frees them"
-            ignored("optimizer_cpu_offload", reason + copies)
-            for name in ("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads"):
-                ignored(name, reason)
 
     @property
     def trains_in_part(self) -> bool:

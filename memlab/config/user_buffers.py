@@ -9,12 +9,7 @@ Megatron makes them when it starts, whether layers use them or not, from the siz
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from memlab.config.validation import RuleError
-
-if TYPE_CHECKING:
-    from memlab.config.scenario import Scenario
+from memlab.config.scenario import Scenario
 
 GATHERS = (
     *("qkv_fprop", "fc1_fprop", "proj_dgrad", "fc2_dgrad"),
@@ -40,8 +35,6 @@ _MOST_STREAMS = 3
 """On which a buffer's products are computed (``_NUM_MAX_UB_STREAMS``, ``cpp_extensions/gemm.py``)."""
 _RINGS = tuple(name for name, method in METHODS.items() if method == "ring_exchange")
 """User buffers that always go from rank to rank."""
-_MOST_RANKS = 8
-"""Without multicast (``userbuffers-host.cpp``); memlab does not know which GPUs have it."""
 
 
 def buffer_sizes(job: Scenario) -> dict[str, int]:
@@ -82,66 +75,3 @@ def uses_user_buffers(job: Scenario) -> bool:
     """Whether a matrix product of a job uses them."""
     names = ("overlap_ag", "overlap_rs", "overlap_rs_dgrad", "bulk_dgrad", "bulk_wgrad")
     return has_user_buffers(job) and any(getattr(job.state, f"tp_comm_{name}") for name in names)
-
-
-def check_user_buffers(job: Scenario) -> None:
-    """Checks that Transformer Engine takes a job's user buffers, and that memlab knows its layers with them.
-
-    Raises:
-        RuleError: If not.
-    """
-    if not has_user_buffers(job):
-        return
-    state, model, layout = job.state, job.architecture, job.layout
-    if layout.has_whole_sequences:
-        raise RuleError(
-            "tp_comm_overlap is True without sequence_parallel, must have it by a rule of Megatron-LM: switch "
-            "sequence_parallel on, or leave tp_comm_overlap out",
-            *("tp_comm_overlap", "sequence_parallel"),
-        )
-    if layout.tensor_model_parallel_size > _MOST_RANKS:
-        raise RuleError(
-            f"tp_comm_overlap is True with tensor_model_parallel_size {layout.tensor_model_parallel_size}, must have "
-            f"at most {_MOST_RANKS}, by a rule of Transformer Engine without NVLink multicast: choose fewer, or leave "
-            "tp_comm_overlap out",
-            *("tp_comm_overlap", "tensor_model_parallel_size"),
-        )
-    if job.dtype != "bf16":
-        raise RuleError(
-            f"tp_comm_overlap is True with dtype {job.dtype!r}, must be bf16, the type for which Megatron makes user "
-            "buffers: choose bf16, or leave tp_comm_overlap out",
-            *("tp_comm_overlap", "dtype"),
-        )
-    if state.fp8_format is not None and state.fp8_recipe == "blockwise":
-        raise RuleError(
-            "tp_comm_overlap is True with fp8_recipe 'blockwise', which Transformer Engine's user buffers do not take: "
-            "choose another recipe, or leave tp_comm_overlap out",
-            *("tp_comm_overlap", "fp8_recipe"),
-        )
-    if model.multi_latent_attention:
-        # ``TELinear`` switches the option off in the model's config at the first linear whose buffer it does not know.
-        raise RuleError(
-            f"tp_comm_overlap is True, and {model.name} has latent attention, with which Megatron-Core switches it off "
-            "for all linears but the first, and memlab does not predict that: leave it out",
-            "tp_comm_overlap",
-        )
-    if state.mtp_num_layers:
-        raise RuleError(
-            f"tp_comm_overlap is True with mtp_num_layers {state.mtp_num_layers}, whose projection has no user buffer, "
-            "on which Megatron-Core fails: leave one of the two out",
-            *("tp_comm_overlap", "mtp_num_layers"),
-        )
-    for name, is_refused in (
-        ("lora_rank", state.lora is not None),
-        ("teacher_model", state.teacher_model is not None),
-        ("moe_shared_expert_overlap", state.moe_shared_expert_overlap),
-        ("transformer_impl", state.transformer_impl != "transformer_engine"),
-        ("tp_comm_overlap_rs_dgrad", state.tp_comm_overlap_rs_dgrad and state.fp8_format is not None),
-    ):
-        if is_refused:
-            other = " and fp8_format" if name == "tp_comm_overlap_rs_dgrad" else ""
-            raise RuleError(
-                f"tp_comm_overlap is True with {name}{other}, which memlab does not predict together: leave one of "
-                "them out",
-                *("tp_comm_overlap", name),
-            )

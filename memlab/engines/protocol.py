@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 
@@ -17,12 +17,10 @@ from memlab.config.backend_kind import BackendKind
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.engines.residency.residency import Groups, Residency
 from memlab.meter.labels import Labels
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.step_record import StepRecord
-
-if TYPE_CHECKING:
-    from memlab.engines.residency.residency import Residency
 
 Held = Literal["nothing", "model", "optimizer"]
 """What something else than the trainer refers to: the model, or the optimizer, as a learning rate scheduler does."""
@@ -93,28 +91,6 @@ class HeldTensor:
     def needed_bytes(self) -> int:
         """Bytes of its shape, which an emptied tensor keeps."""
         return self.tensor.numel() * self.tensor.element_size() if self.is_needed else 0
-
-
-class Groups(Protocol):
-    """What one model keeps from step to step, as `Residency` transfers it: tensors that cover their whole storages.
-
-    A storage that is in two groups belongs to the first one. What an optimizer keeps on the host is not ``is_cuda``.
-    """
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Returns the rank's part of the parameters."""
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Returns what is there of gradients now."""
-
-    def optimizer_state(self) -> list[torch.Tensor]:
-        """Returns main parameters, moments and their scales."""
-
-    def drop_copied_gradients(self) -> int:
-        """Frees gradients that the next step would free before its forward; returns their bytes."""
-
-    def gather(self) -> None:
-        """Brings the parameters up to date where another rank has updated a part of them, before they are copied."""
 
 
 class Engine(Protocol):

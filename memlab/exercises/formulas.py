@@ -69,6 +69,8 @@ class FormulaCheck(Goals):
         for place, (mine, needed) in enumerate(zip(self._numbers, values, strict=True), start=1):
             if not math.isclose(mine, needed, rel_tol=within):
                 off = f"too {'small' if needed > mine else 'large'}" if math.isfinite(mine) else "must be finite"
+                if max(values) <= 1 < mine < math.inf:
+                    off = "must be a share from 0 to 1; if it is in per cent, divide by 100"
                 return self.goal(False, f"the formula gives {_number(mine)} {unit} for case {place}, {off}", hint)
         given = " and ".join(_number(mine) for mine in self._numbers)
         return self.goal(True, f"{given} {unit}: right to within {within:.0%}")

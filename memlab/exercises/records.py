@@ -432,16 +432,18 @@ class Attempt:
             option = re.search(r"Lab\.step\(\) got an unexpected keyword argument '(\w+)'", self.refusal)
             actions = [action for part, action in _TO_PYTHON.items() if part in self.refusal]
             for options, otherwise in ((MemorySettings, _TO_SETTINGS), (TrainingState, _TO_STATE)):
+                names = [field.name for field in fields(options)]
                 name = re.search(rf"{options.__name__}\.__init__\(\) got an unexpected .* '(\w+)'", self.refusal)
                 if name:
-                    names = [field.name for field in fields(options)]
                     near = [each for each in names if name[1] in each] or get_close_matches(name[1], names, n=1)
                     written = " or ".join(f"{each}=..." for each in near[:3])
                     # Only Python knows whether the near name is among the other arguments already.
                     actions = [f"write {written}, or leave {name[1]} out" if near else otherwise]
-                if option and option[1] in {field.name for field in fields(options)}:
-                    given = f"{options.__name__}({option[1]}=...)"
-                    actions = [f"write lab.step({'state=' * (options is TrainingState)}{given})"]
+                for each in names:
+                    # An option by its name, else the first whose name has that word.
+                    if option and (option[1] == each or (f"_{option[1]}_" in f"_{each}_" and not actions)):
+                        given = f"{options.__name__}({each}=...)"
+                        actions = [f"write lab.step({'state=' * (options is TrainingState)}{given})"]
             if actions:
                 self.refusal += f": {actions[0]}"
             elif place := _place_in_memlab(error):

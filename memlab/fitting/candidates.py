@@ -11,12 +11,8 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-from memlab.config.model_restrictions import (
-    check_on_model,
-    checkpoints_moe_layers,
-    without_effect,
-    without_optimizer_on_device,
-)
+from memlab.config import without_effect
+from memlab.config.model_restrictions import check_on_model, checkpoints_moe_layers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 
@@ -171,4 +167,6 @@ def _allowed(base: MemorySettings, values: Iterable[dict[str, Any]], scenario: S
 
 
 def _without_effect(settings: MemorySettings, scenario: Scenario) -> dict[str, str]:
-    return without_effect(settings, scenario.architecture) | without_optimizer_on_device(settings, scenario.state)
+    return without_effect.of_settings(settings, scenario.architecture) | without_effect.beside_cpu_optimizer(
+        settings, scenario.state
+    )

@@ -1,6 +1,6 @@
 """Estimates the peak that a step which ran out of memory would have had under other settings.
 
-Bytes are labelled with the module that allocated them; a setting acts on what a module keeps for backward. Two tables
+Bytes are labelled with the module that allocated them; a setting acts on what a module keeps for backward. Tables
 say which is which, for the layers of Transformer Engine and of `memlab.engines.megatron.layers.torch_layers`; tests
 compare them with measured steps. Every estimate is a bound from below: a setting frees at most what was allocated
 where it acts, and adds at least what backward recomputes at one time.
@@ -31,6 +31,17 @@ RECOMPUTED = {
 """Where in a layer recompute of each module frees memory. ``core_attn`` is left out: a fused attention keeps its inputs
 and its output either way, and recomputing it raised the peak wherever it was measured (`recomputed_places`)."""
 _OF_UNFUSED_ATTENTION = {"core_attn": ("self_attention.core_attention", "self_attention.core_attention.*")}
+INSIDE: dict[str, tuple[str, ...]] = {
+    "core_attn": (r"\.self_attention\.core_attention",),
+    "layernorm": (r"\.(.+\.)?\w*layernorm$",),
+    "mla_up_proj": (r"\.self_attention",),
+    "mlp": (r"\.mlp", r"\.pre_mlp_layernorm"),
+    "moe": (r"\.mlp", r"\.pre_mlp_layernorm"),
+    "moe_act": (r"\.mlp\.experts(?!\.linear_fc1)",),  # in FP8 the input of linear_fc2 too, which it keeps in 8 bits
+    "shared_experts": (r"\.mlp\.shared_experts",),
+}
+"""Which modules of a layer allocate what a recomputed module does not keep for backward: at most these. Any other
+recomputed module may free whatever a layer allocates."""
 OFFLOADED = {
     "attn_norm": ("",),
     "qkv_linear": (

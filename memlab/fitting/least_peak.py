@@ -9,21 +9,11 @@ from dataclasses import replace
 from memlab.config.parameters import kept_bytes
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.fitting.estimate import INSIDE
 from memlab.record.step_record import StepRecord
 
 _LAYER = re.compile(r"^decoder\.layers\.\d+")
 _IN_LAYER = "layer"
-_INSIDE: dict[str, tuple[str, ...]] = {
-    "core_attn": (r"\.self_attention\.core_attention",),
-    "layernorm": (r"\.(.+\.)?\w*layernorm$",),
-    "mla_up_proj": (r"\.self_attention",),
-    "mlp": (r"\.mlp", r"\.pre_mlp_layernorm"),
-    "moe": (r"\.mlp", r"\.pre_mlp_layernorm"),
-    "moe_act": (r"\.mlp\.experts(?!\.linear_fc1)",),  # in FP8 the input of linear_fc2 too, which it keeps in 8 bits
-    "shared_experts": (r"\.mlp\.shared_experts",),
-}
-"""Which modules of a layer allocate what a recomputed module does not keep for backward: at most these. Any other
-recomputed module may free whatever a layer allocates."""
 
 
 def least_peak_bytes(job: Scenario, base: MemorySettings) -> int:
@@ -75,7 +65,7 @@ def least_peak_with(recompute: MemorySettings, at_peak: Mapping[str, int]) -> in
     """
     recomputed = [f"^{_IN_LAYER}"] if recompute.recompute_granularity == "full" else []
     for name in recompute.recompute_modules or ():
-        recomputed += [f"^{_IN_LAYER}{inside}" for inside in _INSIDE.get(name, ("",))]
+        recomputed += [f"^{_IN_LAYER}{inside}" for inside in INSIDE.get(name, ("",))]
     recomputed.append(r"\blayers\.\d+")  # of multi-token prediction, whose modules have other names
     freed = re.compile("|".join(recomputed))
     return sum(num_bytes for part, num_bytes in at_peak.items() if not freed.search(part))

@@ -3,9 +3,9 @@
 It is reported apart from predicted bytes, which come from code that ran. CUDA's context and the loaded kernels are
 there in every process; the rest is NCCL's. Each of Megatron's groups of ranks has a communicator, NCCL allocates its
 buffers when the group is first used, and groups of a single rank have one too. What each first use took was measured
-in 41 jobs of plain Megatron-Core on four H200s of one host (``labs/results/h200x4_plain_megatron.jsonl``: torch 2.11,
+in 56 jobs of plain Megatron-Core on four H200s of one host (``labs/results/h200x4_plain_megatron.jsonl``: torch 2.11,
 NCCL 2.28.9, Transformer Engine 2.16.1, NVLink multicast off); a sum of these numbers lies within the stated range on
-each of their 164 ranks. The groups are those of ``megatron/core/parallel_state.py``, 0.16.1.
+each of their 224 ranks. The groups are those of ``megatron/core/parallel_state.py``, 0.16.1.
 
 Not measured, and not counted: NVLink multicast (NVLS), which NCCL may use by itself within a host, the buffers of a
 network, and an inference engine in the same process. verl #6408 freed 7 to 9.5 GB per rank on eight H100s (TP2 PP2

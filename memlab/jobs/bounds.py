@@ -145,7 +145,7 @@ def _whole_rows_bytes(scenario: Scenario, settings: MemorySettings) -> int | Non
         return None
     tensor, passes = scenario.layout.tensor_model_parallel_size, scenario.most_passes_in_flight
     elements = scenario.tokens_of_rank * (tensor - 1) * scenario.architecture.hidden_size
-    kept = 4 * _layers_that_keep(scenario, settings, set()) + passes + 4
+    kept = 4 * _layers_that_keep(scenario, settings) + passes + 4
     if settings.recompute_granularity == "full":
         kept += scenario.num_layers_of_chunk * passes
     return (2 if scenario.dtype == "bf16" else 4) * elements * kept
@@ -215,24 +215,13 @@ def _most_layers_of_a_chunk(scenario: Scenario) -> dict[FeedForward, int]:
     return {part: max(chunk[part] for chunk in chunks) for part in model.feed_forwards}
 
 
-def _layers_that_keep(
-    scenario: Scenario, settings: MemorySettings, modules: Collection[str], having: int | None = None
-) -> int:
-    """Returns in how many layers at once a tensor is kept, counted once for each pass in flight.
-
-    Args:
-        scenario: Of one rank.
-        settings: Of its steps.
-        modules: Those that recompute the tensor if one of them is recomputed.
-        having: How many layers of a chunk have the tensor; None if all have it.
-    """
+def _layers_that_keep(scenario: Scenario, settings: MemorySettings) -> int:
+    """Returns in how many layers at once a tensor is kept that no module recomputes, once for each pass in flight."""
     layers, passes = scenario.num_layers_of_chunk, scenario.most_passes_in_flight
-    having = layers if having is None else having
-    if settings.recompute_granularity == "full":
-        count = min(settings.recompute_num_layers or 1, layers)
-        is_uniform = settings.recompute_method == "uniform"
-        return min(count, having) if is_uniform else min(layers - count, having) * passes + 1
-    return 1 if {*modules} & {*(settings.recompute_modules or ())} else having * passes
+    if settings.recompute_granularity != "full":
+        return layers * passes
+    count = min(settings.recompute_num_layers or 1, layers)
+    return count if settings.recompute_method == "uniform" else (layers - count) * passes + 1
 
 
 def _routing_rows(scenario: Scenario) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from memlab.config.architectures import Architecture, find_architecture, published_architecture
 from memlab.config.option import options_of
-from memlab.config.rollout import Rollout
+from memlab.config.rollout import Rollout, TeacherPass
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -34,10 +34,12 @@ from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
 from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named, table_of
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
 from memlab.jobs.other_models import OtherModel, of_config, of_sizes, other_model
-from memlab.jobs.teacher import with_teacher
 
 _OF_EXPERTS = {name for name in (*SAID_OF_LAYERS, *options_of(TrainingState)) if "moe_" in name}
 """Fields that concern experts only, and that a job may give a model of any name."""
+_TEACHER = "teacher."
+"""The section of the file that describes the teacher."""
+_TEACHER_NAME = f"{_TEACHER}model_name"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -166,7 +168,7 @@ class Job:
                 again = [f"{key}={text}" for key, text in given.items()]
                 second = cls._read(path, own_name, again, version, None, world_size, arguments, fields_only)
                 if table.is_teacher:
-                    job = with_teacher(job, second)
+                    job = _with_teacher(job, second)
                     continue
                 bounded = bounded_by(job.not_modelled, table.decided_by, second.scenario)
                 job = replace(job, not_modelled=bounded)
@@ -361,6 +363,45 @@ def _as_in_file(job: Job, named: Callable[[str], str]) -> Job:
         not_modelled=tuple(replace(one, key=named(one.key), reason=named(one.reason)) for one in job.not_modelled),
         warnings=tuple(map(named, job.warnings)),
     )
+
+
+def _with_teacher(job: Job, teacher: Job) -> Job:
+    """Returns a student's job with the passes of its teacher among what it does between steps.
+
+    Args:
+        job: Of the student, in which the teacher's name is not modelled.
+        teacher: The same file, read as the teacher's.
+    """
+    reason = _why_no_passes(job, teacher)
+    if reason is not None:
+        told = f"the teacher's passes between the steps are not predicted: {reason}"
+        rows = (replace(one, reason=told) if one.key == _TEACHER_NAME else one for one in job.not_modelled)
+        return replace(job, not_modelled=tuple(rows))
+    assert job.rollout is not None and teacher.scenario is not None and teacher.rollout is not None, "it is predicted"
+    passes = TeacherPass(scenario=teacher.scenario, num_microbatches=teacher.rollout.num_passes)
+    own = {key: reason for key, reason in teacher.without_effect.items() if key.startswith(_TEACHER)}
+    given = tuple(one for one in teacher.taken if one.key.startswith(_TEACHER) and one.place != "default")
+    others = tuple(one for one in job.not_modelled if one.key != _TEACHER_NAME)
+    return replace(
+        job,
+        rollout=replace(job.rollout, teacher=passes),
+        taken=job.taken + given,
+        without_effect={key: reason for key, reason in job.without_effect.items() if not key.startswith(_TEACHER)}
+        | own,
+        not_modelled=others + tuple(one for one in teacher.not_modelled if one.key.startswith(_TEACHER)),
+        warnings=job.warnings + tuple(f"teacher: {each}" for each in teacher.warnings if each not in job.warnings),
+    )
+
+
+def _why_no_passes(job: Job, teacher: Job) -> str | None:
+    """Returns why a teacher's passes are not predicted; None if they are."""
+    if job.scenario is None or job.rollout is None:
+        return "nor is what this job does between its steps"
+    if job.rollout.engine_bytes is not None:
+        return "Megatron's own engine generates, after which nothing of the student leaves the device for them"
+    if teacher.scenario is None or teacher.rollout is None:
+        return teacher.cannot_start or teacher.not_supported or "memlab predicts no passes of its model"
+    return None
 
 
 _OTHER_ACCELERATORS = {

@@ -15,10 +15,10 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.engines.activation_tap import Tap
 from memlab.engines.protocol import Engine, Held
-from memlab.engines.residency.transfers import Transfers
 from memlab.engines.retained_leaves import Retained, find_retained
 from memlab.engines.step_errors import release_tensors
 from memlab.lab.garbage import Garbage
+from memlab.lab.transfers import Transfers
 from memlab.meter.labels import Labels, labelled_by, require_free
 from memlab.meter.protocol import Meter
 from memlab.record.device_bytes import DeviceBytes

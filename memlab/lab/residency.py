@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from memlab.config.model_restrictions import check_beside_addresses
-from memlab.engines.residency.audit import require_resident
 from memlab.engines.residency.group_usage import GroupUse
 from memlab.engines.residency.own_gradient_moves import Move
 from memlab.lab.lab_part import LabPart
+from memlab.lab.residency_audit import require_resident
 from memlab.lab.stepper import Stepper
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.transfer import Action, Transfer, check_groups

@@ -8,7 +8,7 @@ import torch
 
 from memlab.allocator.rules import rounded_bytes
 from memlab.backends.cuda import own_device
-from memlab.config.model_restrictions import without_backward, without_optimizer_on_device
+from memlab.config import without_effect
 from memlab.engines.residency.host_buffer import registered_bytes
 from memlab.lab.environment import hardware, versions
 from memlab.lab.lab_model import LabModel
@@ -68,11 +68,11 @@ class StepRecords:
     def offload_seen(self, *, forward_only: bool) -> dict[str, Any]:
         """Returns what the step has offloaded of activations, and which settings had no effect."""
         model = self._model
-        without_effect = without_backward(model.settings) if forward_only else model.engine.without_effect()
-        without_effect |= without_optimizer_on_device(model.settings, model.scenario.state)
+        idle = without_effect.in_forward_only_pass(model.settings) if forward_only else model.engine.without_effect()
+        idle |= without_effect.beside_cpu_optimizer(model.settings, model.scenario.state)
         return {
             "offloaded_bytes_by_module": model.engine.offloaded_bytes,
-            "without_effect": without_effect | model.scenario.without_effect(),
+            "without_effect": idle | without_effect.of_scenario(model.scenario),
         }
 
     def ended_early(self, error: Exception, *, forward_only: bool) -> dict[str, Any]:

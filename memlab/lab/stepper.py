@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from memlab.engines.residency.audit import require_resident
 from memlab.engines.residency.residency import groups_on_host
 from memlab.lab.lab_model import LabModel
 from memlab.lab.progress import StepStopped
+from memlab.lab.residency_audit import require_resident
 from memlab.lab.step_records import StepRecords
 from memlab.meter import collectives
 from memlab.record.step_record import StepRecord

@@ -111,13 +111,6 @@ class Labels:
         if self.on_change is not None:
             self.on_change()
 
-    def skip_first_calls(self) -> None:
-        """Makes the model that of a process in which others were: kernels are timed, and libraries have workspaces."""
-        self.on_timing = None
-        for product in PRODUCTS:
-            if self.on_product is not None:
-                self.on_product(product)
-
     @contextmanager
     def phase_of(self, name: str) -> Iterator[None]:
         """Runs the block as one phase; it is idle afterwards, after an error too."""
@@ -246,11 +239,6 @@ def multiplies(product: Product) -> None:
     labels = _active()
     if labels is not None and labels.on_product is not None:
         labels.on_product(product)
-
-
-def is_labelling() -> bool:
-    """Whether labels are in use in this process: a lab is working, or a block is watched."""
-    return bool(_of_threads)
 
 
 def require_free(labels: Labels, *, whole_process: bool) -> None:

@@ -37,18 +37,17 @@ class ProcessLog:
             os.ftruncate(number, 0)
             os.write(number, last)
 
-    def last_words(self, code: int, *, num_lines: int = 5) -> str:
+    def last_words(self, code: int) -> str:
         """Returns how the process ended, and the last lines that it printed.
 
         Args:
             code: The process's exit code; negative if a signal ended it.
-            num_lines: How many lines at most.
         """
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
         if code == -9:
             how += " (by hand, or by the system because host memory ran out)"
         lines = [line for line in self._tail().decode(errors="replace").splitlines() if line.strip()]
-        return f"{how}; it printed last: {' / '.join(lines[-num_lines:])}" if lines else how
+        return f"{how}; it printed last: {' / '.join(lines[-5:])}" if lines else how
 
     def _tail(self) -> bytes:
         number = self.file.fileno()

@@ -1,6 +1,6 @@
 """Where each group's bytes should be between two steps, where they are, and what is wrong with that, in words.
 
-Plain data: `memlab.engines.residency.audit` fills it.
+Plain data: `memlab.lab.residency_audit` fills it.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.record.out_of_memory import OutOfMemory
 from memlab.record.record_folder import read_record, without_format, write_record
+from memlab.record.snapshot_writer import write_snapshot
 from memlab.record.timeline import Timeline
-from memlab.snapshot.writer import write_snapshot
 from memlab.units import format_bytes
 from memlab.vocabulary import RESIDUAL_CATEGORIES
 

@@ -9,9 +9,9 @@ from typing import Any
 from memlab.config.from_json import build
 from memlab.config.validation import shortened
 from memlab.record.record_folder import write_record
+from memlab.record.snapshot_writer import write_snapshot
 from memlab.record.step_record import Status
 from memlab.record.timeline import Timeline
-from memlab.snapshot.writer import write_snapshot
 from memlab.vocabulary import RESIDUAL_CATEGORIES
 
 _GIVEN = ("name", "backend", "versions", "hardware", "step_seconds", "status", "message")

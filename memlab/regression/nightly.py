@@ -35,9 +35,9 @@ from memlab.regression.run.kept_runs import (
     staged,
 )
 from memlab.regression.run.process import end_processes
-from memlab.regression.run.runner import LabFailedError, prepare_lab
+from memlab.regression.run.runner import LabFailedError, failed, prepare_lab
 from memlab.regression.suite.suite import PLOTLY_FILE, SUMMARY_FILE, Case, Suite
-from memlab.regression.summary import CaseResult, Summary, failed
+from memlab.regression.summary import CaseResult, Summary
 
 if TYPE_CHECKING:
     from memlab.ranks.balanced import Balanced

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import traceback
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,6 @@ from memlab.config.from_json import build, read_json
 from memlab.regression.case_measurements import Measured
 from memlab.regression.compare import MetricChange
 from memlab.regression.one_line import one_line
-from memlab.regression.run.runner import append_to_log
 from memlab.regression.suite.suite import SUMMARY_FILE
 
 Status = Literal["passed", "new", "changed", "no baseline", "bad baseline", "failed", "not run"]
@@ -50,23 +48,6 @@ class CaseResult:
     def is_green(self) -> bool:
         """Whether the case leaves the nightly green."""
         return self.status in GREEN
-
-
-def failed(result: CaseResult, run_folder: Path, error: Exception) -> CaseResult:
-    """Returns a case as failed because of an error, whose traceback goes into the case's ``log.txt``.
-
-    Args:
-        result: The case; its figures are dropped, as the error may lie in them. Its records stay in its folder.
-        run_folder: Holds the case's folder.
-        error: What stopped the case, its judgement or its part of the report.
-    """
-    message = one_line(error, 1000) if isinstance(error, ValueError) else f"{type(error).__name__}: {one_line(error)}"
-    try:
-        (run_folder / result.folder).mkdir(parents=True, exist_ok=True)
-        append_to_log(run_folder / result.folder, "".join(traceback.format_exception(error)))
-    except OSError as unwritable:
-        message += f" (its log could not be written: {unwritable.strerror})"
-    return replace(result, status="failed", message=message, differences=(), measured=None, baseline=None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

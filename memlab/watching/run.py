@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from memlab.record.watch_record import WatchRecord
-from memlab.views.display import show
+from memlab.views.display import View, show
+from memlab.views.figures.resample import Axis
 from memlab.views.text.watch import watch_table
-
-if TYPE_CHECKING:
-    from memlab.views.display import View
-    from memlab.views.figures.resample import Axis
 
 
 class Run(WatchRecord):

@@ -30,7 +30,18 @@ from memlab.lab.stepper import Stepper
 from memlab.record.job_record import JobRecord
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.step_record import StepRecord
-from tests.unit.test_code_exercises import KIND_OF, LOAD, RELEASE, SYNC
+from tests.unit.test_code_exercises import (
+    KIND_OF,
+    LOAD,
+    OTHER_KINDS,
+    OTHER_MOVES,
+    OTHER_SYNCS,
+    RELEASE,
+    SYNC,
+    WRONG_KINDS,
+    WRONG_MOVES,
+    WRONG_SYNCS,
+)
 
 _IMPORTED = [*(getattr(memlab, name) for name in memlab.__all__), go.Figure(go.Bar(x=[1], y=[1]))]
 """What the labs import, and what plotly imports for its first figure: tests/conftest.py lets collections of garbage pass
@@ -169,6 +180,12 @@ EXERCISES = {
     "02_recompute": [
         Exercise(
             solution=block("num_layers - 1"),
+            also_right=(
+                "from dataclasses import replace\n"
+                + step('replace(full.settings, recompute_method="block", recompute_num_layers=num_layers - 1)'),
+                "options = dict(recompute_granularity='full', recompute_method='block', recompute_num_layers=3)\n"
+                + step("MemorySettings(**options)"),
+            ),
             wrong=(
                 step("full.settings"),
                 *NO_RECORDS,
@@ -268,6 +285,11 @@ EXERCISES = {
         ),
         Exercise(
             solution=offload("core_attn", "qkv_linear"),
+            also_right=(
+                offload("qkv_linear", "core_attn", "attn_proj"),
+                step("everything.settings"),
+                offload("core_attn", "qkv_linear").replace("lab.step", "lab.audit_offload"),
+            ),
             wrong=(
                 offload("qkv_linear"),
                 offload("core_attn", "attn_proj"),
@@ -291,6 +313,8 @@ EXERCISES = {
                 for_each("(4 * a + 4 * g) * d", HEADS),
                 for_each("(4 * a + 4 * g) * d + 4 * a", HEADS),  # per token
                 for_each("((4 * a + 4 * g) * d + 4 * a) * t / 2**20", HEADS),
+                for_each("((4 * a + 4 * g) * d + 4 * a) * t / 1e9", HEADS),
+                "mine = [((4 * a + 4 * g) * d + 4 * a) * t for t, g, a, d in sizes]",  # the letters in another order
                 "mine = groups[0]",
                 # A term that is right in this lab's model, and too small in the large ones to matter there.
                 for_each("((4 * a + 4 * g) * d + 8 * g) * t", HEADS),
@@ -314,7 +338,13 @@ EXERCISES = {
                 for_each("100 * (a + 2 * g) / (2 * a + 2 * g)", HEADS),  # percent
                 for_each("g / (a + g)", HEADS),
                 "mine = [0.67, 0.56, 0.6]",  # the text gives these
-                "mine = [0.67, 0.6, 0.56, 0.6]",
+                "mine = [0.67, 0.67, 0.56, 0.6]",  # the sizes of the second case are drawn at random
+                "mine = [2 / 3, 0.9, 5 / 9, 0.6]",
+                "mine = [67, 67, 56, 60]",
+                for_each("(a + 2 * g) * d * t", HEADS),  # bytes
+                for_each("(2 * g + a) / (2 * a + g)", HEADS),
+                for_each("(a + 2 * g) / (2 * a + 2 * g) / 3", HEADS),  # of all layers
+                "mine = [(a + 2 * g) / (2 * a + 2 * g) for t, g, a, d in sizes]",  # the letters in another order
                 "mine = ratios",
             ),
         ),
@@ -338,11 +368,19 @@ EXERCISES = {
         ),
         Exercise(
             solution='name = "gradients_held_by_main_parameters"',
+            also_right=(
+                "name = 'gradients_held_by_main_parameters'  # error 3",
+                'name = ("gradients_held" "_by_main_parameters")',
+            ),
             wrong=(
                 'name = "size_not_saved"',
                 'name = "pinned_again"',
                 'name = "expert_buffers_forgotten"',  # this model has no such buffers
                 'name = "gradients"',
+                "name = 3",
+                'name = "3"',
+                'name = "gradients held by main parameters"',
+                "name = None",
                 'name = ["gradients_held_by_main_parameters"]',
             ),
         ),
@@ -361,6 +399,7 @@ EXERCISES = {
             solution=selective("moe_act"),
             wrong=(
                 step('remedies["detach"].settings'),
+                'mine = lab.step(full.settings, remedy="detach")',
                 *NO_RECORDS,
                 step("MemorySettings()"),
                 selective("moe", others=', checkpoint_input_remedy="detach"'),
@@ -375,7 +414,7 @@ EXERCISES = {
                 selective("moe_act", others=", offload_optimizer=True"),
                 shorter(selective("core_attn")),
             ),
-            also_right=(selective("layernorm"),),
+            also_right=(selective("layernorm"), selective("layernorm", "moe_act")),
         ),
         Exercise(
             solution=step('remedies["detach"].settings'),
@@ -409,6 +448,9 @@ EXERCISES = {
                     for_each(f"({formula}) * (E > 0)", RETAINED, "jobs")
                     for formula in (
                         "2 * t * h * 2 * L",
+                        "4 * t * h * (L // n + 1)",
+                        "4 * t * h * L // n / 2**10",
+                        "4 * h * L // n",  # per token
                         "2 * t * h * 2 * L * n",  # positively
                         "2 * t * h * L // n",  # no gradient
                         "2 * t * h * 2 * L // n**2",
@@ -447,7 +489,10 @@ EXERCISES = {
                 selective("mlp", others=", offload_optimizer=True"),
                 shorter(step("MemorySettings()")),
             ),
-            also_right=(block("num_layers // 2"),),
+            also_right=(
+                block("num_layers // 2"),
+                selective("mlp", others=', offload_modules=["core_attn"], min_offloaded_tensor_size=0'),
+            ),
         ),
         Exercise(
             solution=for_each("(room - start) / (peak - start) * tokens", LONGEST, "steps"),
@@ -465,6 +510,10 @@ EXERCISES = {
                 for_each("tokens", LONGEST, "steps"),
                 *NO_FORMULAS,
                 for_each("(room - start) / (peak - start)", LONGEST, "steps"),
+                for_each("(room - start) // (peak - start) * tokens", LONGEST, "steps"),  # rounds too early
+                for_each("(peak - start) / (room - start) * tokens", LONGEST, "steps"),
+                for_each("(room - start) / (peak - start) * tokens * 1.024**3", LONGEST, "steps"),  # GB for GiB
+                "mine = [(room - start) / (peak - start) * tokens for peak, start, tokens, room in steps]",
                 for_each("8192", LONGEST, "steps"),
                 # They use the lengths that the lab prints, and no bytes.
                 "mine = [8192, 4096]",
@@ -520,6 +569,10 @@ EXERCISES = {
                 "mine = [3 * 6 * buffer for buffer in buffers]",
                 "mine = [3 * 2 * P for buffer in buffers]",
                 "mine = 3 * 2 * buffer",
+                "mine = [3 * 4 * buffer for buffer in buffers]",  # fp32
+                "mine = [4 * 2 * buffer for buffer in buffers]",  # the broadcast as well
+                "mine = [3 * 2 * buffer / 2**20 for buffer in buffers]",
+                "mine = [3 * 2 * buffer for buffer in reversed(buffers)]",
                 *NO_FORMULAS,
                 "mine = [3 * 2 * buffers[0] for buffer in buffers]",  # a number, right for one model only
             ),
@@ -541,6 +594,10 @@ EXERCISES = {
     "07_full_size": [
         Exercise(
             solution=layout(tp=2, pp=2, dp=2),
+            also_right=(
+                'mine = Layout.from_text("TP2 PP4")',
+                layout(tp=2, pp=2, context_parallel_size=2),
+            ),
             wrong=(
                 "mine = Layout(TP=2)",
                 'mine = "TP2"',
@@ -573,6 +630,12 @@ EXERCISES = {
         ),
         Exercise(
             solution=step(f"MemorySettings(offload_modules={list(ALL_MODULES)})"),
+            also_right=(
+                step(f"MemorySettings(offload_modules={tuple(ALL_MODULES)})"),
+                step(
+                    'MemorySettings(offload_modules=["qkv_linear", "core_attn", "attn_proj", "expert_fc1", "moe_act"])'
+                ),
+            ),
             wrong=(
                 *NO_RECORDS,
                 step('settings["offload-experts"]'),  # with skewed routing it is not enough
@@ -614,6 +677,10 @@ EXERCISES = {
         ),
         Exercise(
             solution=state('**aware, cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"'),
+            also_right=(
+                plus("", f"**aware, {TE_LOSS}"),
+                f"from dataclasses import replace\nmine = lab.step(state=replace(TrainingState(**aware), {TE_LOSS}))",
+            ),
             wrong=(
                 state(TE_LOSS),  # without the options of the exercise
                 state('**aware, cross_entropy_fusion_impl="te"'),  # only cross_entropy_loss_fusion reads it
@@ -633,6 +700,13 @@ EXERCISES = {
         ),
         Exercise(
             solution=state("optimizer_cpu_offload=True, optimizer_offload_fraction=0.5, manual_gc=True"),
+            also_right=(
+                "half_on_cpu = half_on_cpu | {'manual_gc': True}; " + state("**half_on_cpu"),
+                (
+                    "from dataclasses import replace; "
+                    "mine = lab.step(state=replace(TrainingState(**half_on_cpu), manual_gc=True))"
+                ),
+            ),
             wrong=(
                 state("optimizer_cpu_offload=True"),
                 state("grad_reduce_in_bf16=True"),
@@ -667,10 +741,17 @@ EXERCISES = {
                 OtherLine(stages(2, 2), "lab.step()", "lab.step(MemorySettings(offload_optimizer_except_update=True))"),
                 "first_stage, last_stage = 1.0, 3.0",
             ),
-            also_right=("import numpy as np; first_stage, last_stage = np.array([1, 3])",),
+            also_right=(
+                "import numpy as np; first_stage, last_stage = np.array([1, 3])",
+                "first_stage = num_layers // num_ranks - 1\nlast_stage = num_layers // num_ranks + 1",
+            ),
         ),
         Exercise(
             solution=offload(*ALL_MODULES),
+            also_right=(
+                offload("qkv_linear", "core_attn", "attn_proj", "expert_fc1", "moe_act"),
+                step(f"MemorySettings(offload_modules={tuple(ALL_MODULES)}, min_offloaded_tensor_size=1)"),
+            ),
             wrong=(
                 *NO_RECORDS,
                 step("full_recompute"),
@@ -697,7 +778,11 @@ EXERCISES = {
                 OtherLine(layout(dp=4), "lab.step()", "lab.step(full_recompute)"),
                 OtherLine(layout(tp=2, dp=2), "num_microbatches=number", "num_microbatches=1"),
             ),
-            also_right=(layout(tp=4),),  # more ranks than query groups
+            also_right=(
+                layout(tp=4),  # more ranks than query groups
+                layout(tp=2, context_parallel_size=2),
+                'mine = Layout.from_text("TP2 DP2")',
+            ),
         ),
     ],
     "01_one_layer": [
@@ -735,6 +820,12 @@ EXERCISES = {
                     "4 * one",
                     "one",
                     "4 * one - 3 * 8 * E",
+                    "4 * one - 4 * (5 * E * t + 8 * E)",
+                    "3 * one - 2 * (5 * E * t + 8 * E)",  # a micro-batch too few
+                    "5 * one - 4 * (5 * E * t + 8 * E)",
+                    "8 * one - 7 * (5 * E * t + 8 * E)",  # all micro-batches
+                    "(4 * one - 3 * (5 * E * t + 8 * E)) / 2**10",
+                    "4 * one - 3 * (5 * E * t + 8) * E",
                     "4 * one - 120 * t - 192",  # right for eight experts only
                     # The map from tokens to rows is saved by each micro-batch.
                     "4 * one - 3 * (5 * E * t + 8 * E + 4 * (2 * E + 1) * t)",
@@ -1037,6 +1128,23 @@ def value_of(cell: str, names: dict[str, Any]) -> object:
 def test_every_exercise_has_a_solution_and_wrong_answers_here() -> None:
     counts = {path.stem: len(exercises_of(path.stem)[1]) for path in sorted(LABS.glob("*.ipynb"))}
     assert {lab: count for lab, count in counts.items() if count} == {lab: len(all_) for lab, all_ in EXERCISES.items()}
+
+
+def test_every_exercise_has_three_right_and_three_wrong_answers_and_all_together_a_hundred_of_each() -> None:
+    # An exercise whose answer is a function has most of its answers in a quicker test.
+    functions = {
+        ("04_parameters_gradients_optimizer", 3): (OTHER_MOVES, WRONG_MOVES),
+        ("06_phi4_activation_peak", 3): (OTHER_KINDS, WRONG_KINDS),
+        ("10_weight_sync", 3): (OTHER_SYNCS, WRONG_SYNCS),
+    }
+    counts = {
+        (lab, number): [len({each.solution, *each.also_right, *right}), len({*each.wrong, *wrong})]
+        for lab, every in EXERCISES.items()
+        for number, each in enumerate(every, start=1)
+        for right, wrong in [functions.get((lab, number), ((), ()))]
+    }
+    assert {exercise: count for exercise, count in counts.items() if min(count) < 3} == {}
+    assert all(sum(column) >= 100 for column in zip(*counts.values(), strict=True))
 
 
 @pytest.mark.parametrize(

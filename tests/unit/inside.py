@@ -5,6 +5,7 @@ from __future__ import annotations
 from memlab.lab.lab import Lab
 from memlab.lab.many_ranks import ManyRanks
 from memlab.lab.one_process import OneProcess
+from memlab.meter.labels import PRODUCTS
 
 
 def inside(lab: Lab) -> OneProcess:
@@ -17,3 +18,12 @@ def ranks_of(lab: Lab) -> ManyRanks:
     """Returns the session of a lab with ranks."""
     assert isinstance(lab._session, ManyRanks)
     return lab._session
+
+
+def skip_first_calls(lab: Lab) -> None:
+    """Makes the lab's process one in which other models were: kernels are timed, and libraries have their workspaces."""
+    labels = inside(lab).model.labels
+    labels.on_timing = None
+    for product in PRODUCTS:
+        if labels.on_product is not None:
+            labels.on_product(product)

@@ -28,7 +28,7 @@ from memlab.engines.megatron.layers.flash_attention import flash_attention
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb
 from memlab.engines.megatron.layers.qkv_layout import in_known_layout
 from memlab.engines.megatron.layers.unfused_attention import has_fused_softmax, unfused_attention
-from memlab.engines.megatron.retention.transformer_engine_caches import simulated_causal_masks
+from memlab.engines.megatron.transformer_engine_caches import simulated_causal_masks
 from memlab.fitting.estimate import StepEstimate
 from memlab.fitting.suggestions import suggestions
 from memlab.lab.lab import Lab

@@ -21,6 +21,7 @@ from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.views.text.job import job_table
+from tests.unit.saved import saved_tensors, storage_bytes
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 RECIPE = """
@@ -448,20 +449,9 @@ def saved_bytes(change: Any, attention: str = "sdpa") -> int:
     with torch.device("cpu"):
         model = LlamaForCausalLM(config).to(torch.bfloat16).train()
     change(model)
-    kept, weights = dict[int, int](), {each.untyped_storage().data_ptr() for each in model.parameters()}
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    held = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: (held.append(tensor), note(tensor))[1], lambda one: one
-    ):
+    with saved_tensors() as saved:
         _ = model(input_ids=torch.zeros(1, 64, dtype=torch.long)).logits
-    return sum(kept.values())
+    return sum(storage_bytes(saved, apart_from=model.parameters()).values())
 
 
 def fused_norms(model: Any) -> None:

@@ -17,6 +17,7 @@ pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers:
 from memlab.engines.fsdp2.adapters import _FusedMlp, add_adapters
 from memlab.engines.fsdp2.automodel_classes import change_classes
 from memlab.engines.fsdp2.hugging_face import build_model
+from tests.unit.saved import saved_tensors, storage_bytes
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
@@ -45,19 +46,9 @@ def test_they_save_as_much_as_the_classes_themselves_and_compute_what_transforme
     module = build_model(scenario, torch.bfloat16, attention="sdpa")
     expected = module(input_ids=tokens).logits
     change_classes(module, scenario)
-    saved: dict[int, int] = {}
-    held: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        held.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with saved_tensors() as saved:
         found = module(input_ids=tokens).logits
-    for stays in (*module.parameters(), *module.buffers()):
-        saved.pop(stays.untyped_storage()._cdata, None)
-    assert sum(saved.values()) == measured
+    assert sum(storage_bytes(saved, apart_from=(*module.parameters(), *module.buffers())).values()) == measured
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
     found.float().mean().backward()
     assert all(one.grad is not None for one in module.parameters())

@@ -106,12 +106,15 @@ OTHER_MOVES = {
     ),
 }
 ZEROED = (
-    "grad_data[:] = 0",
-    "grad_data[...] = 0.0",
-    "grad_data.storage().fill_(0)",
-    "grad_data.untyped_storage().fill_(0)",
+    "torch.zero_(buffer.grad_data)",
+    "buffer.grad_data[:] = 0",
+    "buffer.grad_data[...] = 0.0",
+    "buffer.grad_data.storage().fill_(0)",
+    "buffer.grad_data.untyped_storage().fill_(0)",
 )
-OTHER_MOVES |= {f"zeroed by {how}": (RELEASE, LOAD.replace("grad_data.zero_()", how)) for how in ZEROED}
+OTHER_MOVES |= {
+    f"zeroed by {how}": (RELEASE, "import torch" + LOAD.replace("buffer.grad_data.zero_()", how)) for how in ZEROED
+}
 WRONG_MOVES = {
     "nothing": ("pass", "pass", "Hint: your release frees no byte: empty the storage of each grad_data with resize_(0)."),
     "arithmetic": (RELEASE, LOAD.replace(".zero_()", " *= 0"), "'grad_data' and 'int'): grad_data.zero_() fills it with zeros"),
@@ -132,7 +135,12 @@ WRONG_MOVES = {
         LOAD,
         "load: your code zeroes",
     ),
-    "bytes taken for elements": (RELEASE, LOAD.replace(".storage()", ".untyped_storage()"), "must have as many"),
+    "bytes taken for elements": (RELEASE, LOAD.replace(".storage()", ".untyped_storage()"), "takes bytes"),
+    "numbers in place of bytes, without a condition": (
+        RELEASE,
+        f"for b in {ALL}:\n    b.grad_data.untyped_storage().resize_(b.grad_data.numel())\n    b.grad_data.zero_()",
+        "resize_ of untyped_storage() takes bytes, which are numel() * element_size()",
+    ),
     "elements taken for bytes": (RELEASE.replace(".storage()", ".untyped_storage()"), LOAD, "on the device where"),
     "not zeroed": (RELEASE, LOAD.replace("        buffer.grad_data.zero_()\n", ""), "gives the gradients memory and does not zero it"),
     "filled with ones": (RELEASE, LOAD.replace("zero_()", "fill_(1)"), "fills the gradients with 1, must be 0"),

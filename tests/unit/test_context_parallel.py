@@ -31,6 +31,7 @@ from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from memlab.vocabulary import PHASES, POOLS
 from tests.unit.ranks import on_ranks
+from tests.unit.saved import saved_tensors
 
 Tensors = dict[int, tuple[torch.Tensor, ...]]
 
@@ -77,15 +78,12 @@ def test_a_ring_computes_and_keeps_what_one_rank_does(
 
     whole = gradients(list(range(num_tokens)), CausalAttention.apply)
     parts: Tensors = {}
-    kept: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
+    kept: dict[int, list[int]] = {}
 
     def job(rank: int, group: Any) -> None:
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            kept[rank].append(tensor.numel())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with saved_tensors() as saved:
             parts[rank] = gradients(chunks(ranks, rank, num_tokens), attention, group)
+        kept[rank] = [tensor.numel() for tensor in saved]
 
     on_ranks(ranks, job)
     for rank in range(ranks):
@@ -129,15 +127,12 @@ def test_a_ring_of_packed_sequences_computes_and_keeps_what_one_rank_does(
 
     whole = gradients(list(range(sum(LENGTHS))), PackedAttention.apply)
     parts: Tensors = {}
-    kept: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
+    kept: dict[int, list[int]] = {}
 
     def job(rank: int, group: Any) -> None:
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            kept[rank].append(tensor.numel())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with saved_tensors() as saved:
             parts[rank] = gradients(rows_of(ranks, rank), attention, group)
+        kept[rank] = [tensor.numel() for tensor in saved]
 
     on_ranks(ranks, job)
     for rank in range(ranks):

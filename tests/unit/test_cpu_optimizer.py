@@ -16,6 +16,7 @@ from benchmarks import optimizer_on_host
 from memlab.allocator.pinned import PinnedMemory
 from memlab.backends.cpu import cuda_replaced
 from memlab.backends.simulated import of_labs_before_0_4, on_fake_tensors
+from memlab.config import without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -241,12 +242,12 @@ def test_pinned_memory_is_rounded_and_reused() -> None:
 
 def test_what_does_nothing_is_said_and_what_fails_is_refused() -> None:
     nothing = TrainingState(optimizer_cpu_offload=True, optimizer_offload_fraction=0.0)
-    assert set(nothing.without_effect()) == {"optimizer_cpu_offload"}
+    assert set(without_effect.of_state(nothing)) == {"optimizer_cpu_offload"}
     for name in ("overlap_cpu_optimizer_d2h_h2d", "manual_gc"):
-        assert name in TrainingState(**{name: True}).without_effect()
-    assert "pin_cpu_params" in TrainingState(optimizer_cpu_offload=True, pin_cpu_params=False).without_effect()
+        assert name in without_effect.of_state(TrainingState(**{name: True}))
+    assert "pin_cpu_params" in without_effect.of_state(TrainingState(optimizer_cpu_offload=True, pin_cpu_params=False))
     ignored = replace(ALL, use_precision_aware_optimizer=True, exp_avg_dtype="bf16", main_params_dtype="fp16")
-    assert set(ignored.without_effect()) == {"exp_avg_dtype", "main_params_dtype"}
+    assert set(without_effect.of_state(ignored)) == {"exp_avg_dtype", "main_params_dtype"}
     with pytest.raises(ValueError, match="without the distributed optimizer"):
         replace(ALL, use_distributed_optimizer=False)
     with pytest.raises(ValueError, match="fp8_recipe is 'blockwise'"):

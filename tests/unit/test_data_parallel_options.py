@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from megatron.core.distributed import param_and_grad_buffer
 
+from memlab.config import without_effect
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -248,12 +249,12 @@ def test_the_first_chunk_is_gathered_while_the_optimizer_updates_the_others(monk
 )
 def test_a_dropout_that_memlab_s_attention_leaves_out_is_said(options: dict[str, Any], is_dropped: bool) -> None:
     scenario = Scenario.of("qwen3-moe-tiny", seq_length=64, state=TrainingState(attention_dropout=0.1), **options)
-    assert ("attention_dropout" in scenario.without_effect()) == is_dropped
+    assert ("attention_dropout" in without_effect.of_scenario(scenario)) == is_dropped
 
 
 def test_options_without_effect_are_named() -> None:
     def reasons(state: TrainingState, **layout: int) -> set[str]:
-        return set(Scenario.of("qwen3-moe-tiny", state=state, layout=Layout(**layout)).without_effect())
+        return set(without_effect.of_scenario(Scenario.of("qwen3-moe-tiny", state=state, layout=Layout(**layout))))
 
     assert reasons(TrainingState()) == reasons(WITHOUT) == set()
     alone = TrainingState(use_distributed_optimizer=False, overlap_param_gather=True)

@@ -33,7 +33,7 @@ from memlab.views.display import compare
 from memlab.views.figures.compare import compare_figure
 from memlab.views.figures.palette import CATEGORY_LOOKS
 from memlab.views.text.columns import LINE_WIDTH, as_text
-from memlab.views.text.compare import compare_table
+from memlab.views.text.compare import compare_blocks
 from memlab.views.text.difference import comparison_text, difference_blocks, difference_lines, difference_rows
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 from tests.unit.builders import TimelineBuilder, out_of_memory, random_timeline, record_of, scenario, training_step
@@ -172,7 +172,7 @@ def test_two_steps_of_one_backend_are_compared_as_ever() -> None:
     for backend in ("simulated", "cuda"):
         pair = [replace(record, backend=backend) for record in (one, other)]
         assert difference_of(pair) is None and obstacles(pair) == []
-        assert comparison_text(*pair) == compare_table(*pair)
+        assert comparison_text(*pair) == as_text(compare_blocks(*pair))
         assert not [trace for trace in compare_figure(*pair).data if trace.type == "bar"]
 
 

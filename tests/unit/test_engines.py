@@ -20,6 +20,7 @@ from benchmarks.plain_fsdp2 import Job, predicted_of
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.backends import cpu, find_backend
 from memlab.backends.simulated import of_labs_before_0_4, predicting
+from memlab.config import without_effect
 from memlab.config.architectures import find_architecture
 from memlab.config.lora import LoRA
 from memlab.config.model_restrictions import check_on_model
@@ -283,14 +284,16 @@ def test_a_changed_lab_differs_from_a_new_one_only_in_the_blocks_of_adam_s_momen
 def test_options_of_fsdp2_that_do_nothing_are_named() -> None:
     state = TrainingState(fp32_sharded_params=True, defer_fsdp_grad_sync=True, grad_reduce_in_bf16=True)
     scenario = Scenario.of("phi-4-tiny", **SIZES, state=state)
-    assert set(scenario.without_effect()) == {"fp32_sharded_params", "defer_fsdp_grad_sync"}, "it reduces in bf16"
-    assert not replace(scenario, dtype="bf16", num_microbatches=2).without_effect()
+    assert set(without_effect.of_scenario(scenario)) == {"fp32_sharded_params", "defer_fsdp_grad_sync"}, (
+        "it reduces in bf16"
+    )
+    assert not without_effect.of_scenario(replace(scenario, dtype="bf16", num_microbatches=2))
     state = TrainingState(reshard_after_forward="none", reshard_after_forward_ranks=2)
     of_two = replace(scenario, layout=Layout(data_parallel_size=2), state=state)
-    assert set(of_two.without_effect()) == {"reshard_after_forward_ranks"}
+    assert set(without_effect.of_scenario(of_two)) == {"reshard_after_forward_ranks"}
     of_all = replace(of_two, state=TrainingState(reshard_after_forward_ranks=2))
-    assert set(of_all.without_effect()) == {"reshard_after_forward_ranks"}
-    assert not replace(of_all, layout=Layout(data_parallel_size=4)).without_effect()
+    assert set(without_effect.of_scenario(of_all)) == {"reshard_after_forward_ranks"}
+    assert not without_effect.of_scenario(replace(of_all, layout=Layout(data_parallel_size=4)))
 
 
 def test_host_memory_is_asked_for_what_is_there_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:

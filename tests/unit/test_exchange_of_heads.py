@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from memlab import Lab, Layout, MemorySettings, Scenario, TrainingState
+from memlab.config import without_effect
 from memlab.engines.megatron.layers.all_to_all_attention import AllToAllAttention
 from memlab.engines.megatron.layers.flash_attention import flash_attention
 from memlab.engines.megatron.layers.torch_functions import CausalAttention
 from tests.unit.ranks import on_ranks
+from tests.unit.saved import saved_tensors
 from tests.unit.test_context_parallel import chunks
 
 TOKENS, HEADS, GROUPS, CHANNELS = 12, 8, 4, 8
@@ -56,15 +58,12 @@ def test_ranks_that_exchange_heads_compute_what_one_rank_does(
 
     whole = gradients(list(range(num_tokens)), CausalAttention, 0.0)
     parts: dict[int, tuple[torch.Tensor, ...]] = {}
-    kept: dict[int, list[int]] = {rank: [] for rank in range(ranks)}
+    kept: dict[int, list[int]] = {}
 
     def job(rank: int, group: Any) -> None:
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            kept[rank].append(tensor.numel())
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with saved_tensors() as saved:
             parts[rank] = gradients(chunks(ranks, rank, num_tokens), AllToAllAttention, group)
+        kept[rank] = [tensor.numel() for tensor in saved]
 
     on_ranks(ranks, job)
     for rank in range(ranks):
@@ -154,4 +153,4 @@ def test_ranks_that_share_a_head_of_keys_have_none_to_exchange() -> None:
 )
 def test_what_a_rank_does_not_read_is_named(state: TrainingState, layout: Layout, unread: set[str]) -> None:
     scenario = Scenario.of("qwen3-dense-tiny", num_layers=3, seq_length=256, layout=layout, state=state)
-    assert set(scenario.without_effect()) == unread
+    assert set(without_effect.of_scenario(scenario)) == unread

@@ -479,6 +479,8 @@ def test_a_share_in_per_cent_is_told_so_and_only_zeros_are_right_in_every_unit(
 ) -> None:
     assert not check([66.7, 50]).is_about([2 / 3, 0.5], "as R", "")
     assert "66.7 for case 1, which is right in per cent, must give a share from 0 to 1" in capsys.readouterr().out
+    assert not check([66.7, 66.7]).is_about([2 / 3, 0.5], "as R", "")
+    assert "66.7 as R for case 1, must be a share from 0 to 1; if it is in per cent, divide" in capsys.readouterr().out
     assert not check([0.02, 0.05]).is_about([2, 5], "tokens", "count")
     assert "right in" not in capsys.readouterr().out
     assert check([0, 0]).is_exactly([0, 0], tokens=[4, 8])
@@ -490,6 +492,10 @@ def test_an_option_of_the_settings_given_to_the_step_is_told_where_it_belongs(
     for option, ending in (
         ("recompute_modules", ": write lab.step(MemorySettings(recompute_modules=...))"),
         ("manual_gc", ": write lab.step(state=TrainingState(manual_gc=...))"),
+        ("remedy", ": write lab.step(MemorySettings(checkpoint_input_remedy=...))"),
+        ("offload_optimizer", ": write lab.step(MemorySettings(offload_optimizer=...))"),
+        ("o", "unexpected keyword argument 'o'"),
+        ("no_such_word", "unexpected keyword argument 'no_such_word'"),
         ("mlp", "'mlp'"),
     ):
         with Attempt() as answer:

@@ -29,7 +29,7 @@ from memlab.meter.labels import Labels
 from memlab.upstream.private_names import replaceable
 from memlab.views.text.record import record_table
 from memlab.vocabulary import PHASES, POOLS
-from tests.unit.inside import inside
+from tests.unit.inside import inside, skip_first_calls
 from tests.unit.live import FULL, offload, recompute
 from tests.unit.refusal import refusal
 
@@ -73,7 +73,7 @@ def test_a_dense_model_is_an_h200_s(state: TrainingState, at_rest: float, peak: 
 def test_a_model_with_experts_is_an_h200_s(state: TrainingState, at_rest: float, peak: float) -> None:
     # There the router decided how many rows of each expert were padded.
     with Lab("qwen3-30b-a3b", num_layers=2, backend="simulated", routing="random:7", state=state) as lab:
-        inside(lab).model.labels.skip_first_calls()  # there were jobs before it in the same process
+        skip_first_calls(lab)  # there were jobs before it in the same process
         record = lab.step()
     assert record.static_bytes / GIB == pytest.approx(at_rest, rel=2e-4)
     assert record.peak_allocated_bytes / GIB == pytest.approx(peak, rel=3e-4)

@@ -10,6 +10,7 @@ import torch
 
 from memlab import Lab, Layout
 from memlab.backends.simulated import predicting
+from memlab.config import without_effect
 from memlab.config.architectures import find_architecture
 from memlab.config.lora import LibraryOfFsdp2, LoRA
 from memlab.config.parameters import kept_bytes
@@ -79,7 +80,7 @@ def test_what_recomputes_in_backward_has_the_gradients_of_what_keeps_all(target:
 
 def test_names_of_experts_are_without_effect() -> None:
     scenario = Scenario.of("qwen3-moe-tiny", seq_length=16, engine="fsdp2", state=TrainingState(lora=LoRA(rank=4)))
-    said = scenario.without_effect()
+    said = without_effect.of_scenario(scenario)
     assert said["lora_target_modules"] == "linear_fc1, linear_fc2 names no linear of transformers' model"
 
 
@@ -87,7 +88,7 @@ def test_names_of_experts_are_without_effect() -> None:
 def test_excluded_names_that_no_linear_has_are_named(excluded: str, is_idle: bool) -> None:
     lora = LoRA(rank=4, target_modules=(), exclude_modules=(excluded,))
     scenario = Scenario.of("llama-3-tiny", seq_length=16, engine="fsdp2", state=TrainingState(lora=lora))
-    assert ("lora_exclude_modules" in scenario.without_effect()) == is_idle
+    assert ("lora_exclude_modules" in without_effect.of_scenario(scenario)) == is_idle
 
 
 @pytest.mark.parametrize(("library", "is_idle"), [("peft", True), ("automodel", False)])
@@ -95,7 +96,7 @@ def test_adapters_in_fp32_have_no_remainders(library: LibraryOfFsdp2, is_idle: b
     lora = LoRA(rank=4, fsdp2_library=library)
     adam: dict[str, Any] = {"adam_implementation": "te_fused", "master_weights": True, "store_param_remainders": True}
     scenario = Scenario.of("llama-3-tiny", seq_length=16, engine="fsdp2", state=TrainingState(lora=lora, **adam))
-    assert ("store_param_remainders" in scenario.without_effect()) == is_idle
+    assert ("store_param_remainders" in without_effect.of_scenario(scenario)) == is_idle
     count = sum(4 * (one.inputs + one.outputs) for one in adapted_linears(scenario.architecture, 4, lora))
     assert kept_bytes(scenario).optimizer == (8 + (4 if is_idle else 2)) * count
 

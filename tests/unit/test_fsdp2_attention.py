@@ -21,6 +21,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.validation import RuleError
 from memlab.fitting.recompute_cost import recomputed_operations
 from tests.unit.of_old_torch import MEASURED_WITH_OLD_TORCH
+from tests.unit.saved import saved_tensors, storage_bytes
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
@@ -74,16 +75,10 @@ def test_a_mask_is_kept_by_each_layer_in_bf16_with_keys_of_all_heads() -> None:
     query = torch.randn(1, heads, tokens, channels, dtype=torch.bfloat16, requires_grad=True)
     key, value = (torch.randn(1, groups, tokens, channels, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
     mask = torch.ones(tokens, tokens, dtype=torch.bool).tril().view(1, 1, tokens, tokens)
-    saved: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with saved_tensors() as saved:
         output, _ = _sdpa(None, query, key, value, mask, scaling=channels**-0.5)
     of_heads, log_sums = 2 * heads * tokens * channels, 4 * heads * tokens
-    assert sorted(saved.values()) == sorted([of_heads] * 4 + [2 * tokens**2, log_sums, 2 * 8])
+    assert sorted(storage_bytes(saved).values()) == sorted([of_heads] * 4 + [2 * tokens**2, log_sums, 2 * 8])
     truth = torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)
     torch.testing.assert_close(output, truth.transpose(1, 2), rtol=0.02, atol=0.02)
     of_output = torch.randn_like(output)

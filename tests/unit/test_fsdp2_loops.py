@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from memlab import Lab, Layout, TrainingState
 from memlab.backends.simulated import predicting
+from memlab.config import without_effect
 from memlab.config.scenario import Scenario
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
@@ -133,7 +134,7 @@ def test_log_probabilities_of_a_divided_vocabulary_are_refused(loss: str) -> Non
 
 
 def test_what_does_nothing_is_named() -> None:
-    assert of(VERL).without_effect() == {}
-    assert "separate_embeddings" in of(VERL | {"fsdp_version": 1}).without_effect()
-    kept = of(VERL | {"reshard_after_forward": "none"}).without_effect()
+    assert without_effect.of_scenario(of(VERL)) == {}
+    assert "separate_embeddings" in without_effect.of_scenario(of(VERL | {"fsdp_version": 1}))
+    kept = without_effect.of_scenario(of(VERL | {"reshard_after_forward": "none"}))
     assert kept["reshard_root_after_forward"] == "reshard_after_forward is none"

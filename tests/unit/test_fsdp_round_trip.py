@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 
+from memlab.config import without_effect
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
 from memlab.config.lora import LINEARS, LoRA
@@ -126,7 +127,7 @@ def _in_effect(scenario: Scenario) -> Scenario:
         scenario = replace(scenario, layout=layout)
     options = options_of(TrainingState)
     own = {field.name for field in fields(TrainingState)}
-    unread_here = {name: options[name].default for name in scenario.without_effect() if name in own}
+    unread_here = {name: options[name].default for name in without_effect.of_scenario(scenario) if name in own}
     return replace(scenario, state=replace(scenario.state, **unread_here))
 
 

@@ -15,6 +15,7 @@ from memlab.config.training_state import TrainingState
 from memlab.engines.megatron.layers import fused_router
 from memlab.lab.lab import Lab
 from tests.unit.live import FULL, offload, recompute
+from tests.unit.saved import saved_tensors
 
 pytestmark = pytest.mark.versions
 
@@ -96,9 +97,8 @@ def test_every_setting_has_one_loss_and_the_predicted_bytes(state: dict[str, Any
 
 def test_backward_needs_what_the_kernels_save() -> None:
     """``ctx.save_for_backward`` of ``pytorch/router.py``, with the types of ``csrc/extensions/router.cpp``, TE 2.16.1."""
-    saved: list[torch.Tensor] = []
     logits = torch.randn(TOKENS, EXPERTS, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (saved.append(tensor), tensor)[1], lambda one: one):
+    with saved_tensors() as saved:
         fused_router.fused_topk_with_score_function(logits, CHOSEN, **options())
         routing_map, scores = fused_router.fused_compute_score_for_moe_aux_loss(logits, CHOSEN, "softmax")
         fused_router.fused_moe_aux_loss(scores, routing_map.sum(dim=0), TOKENS, EXPERTS, CHOSEN, 0.1)

@@ -15,7 +15,7 @@ from megatron.core.package_info import MINOR
 
 from memlab.backends import cpu
 from memlab.backends.simulated import of_the_cpu_backend
-from memlab.config import model_restrictions
+from memlab.config import model_restrictions, without_effect
 from memlab.config.layout import Layout
 from memlab.config.lora import CANONICAL, LINEARS, LoRA
 from memlab.config.parameters import kept_bytes, trained_of_rank
@@ -202,7 +202,7 @@ def test_a_checkpoint_whose_input_requires_no_gradient_is_refused(architecture: 
 def test_a_position_of_dropout_is_named_without_dropout() -> None:
     for dropout, reasons in ((0.0, {"lora_dropout_position": "lora_dropout is 0"}), (0.1, {})):
         state = TrainingState(lora=LoRA(dropout=dropout, dropout_position="post"))
-        assert Scenario.of("llama-3-tiny", state=state).without_effect() == reasons
+        assert without_effect.of_scenario(Scenario.of("llama-3-tiny", state=state)) == reasons
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_position_of_dropout_is_named_without_dropout() -> None:
 )
 def test_excluded_names_that_no_linear_has_are_named(excluded: str, is_idle: bool) -> None:
     state = TrainingState(lora=LoRA(target_modules=(), exclude_modules=(excluded,)))
-    reasons = Scenario.of("llama-3-tiny", num_layers=2, state=state).without_effect()
+    reasons = without_effect.of_scenario(Scenario.of("llama-3-tiny", num_layers=2, state=state))
     assert ("lora_exclude_modules" in reasons) == is_idle
 
 
@@ -220,14 +220,14 @@ def test_what_concerns_experts_alone_is_named_without_adapters_of_experts(
     targets: tuple[str, ...], is_idle: bool
 ) -> None:
     lora = LoRA(rank=8, target_modules=targets, normalize_moe_lora=True, share_expert_adapters=False)
-    reasons = Scenario.of("qwen3-30b-a3b", state=TrainingState(lora=lora)).without_effect()
+    reasons = without_effect.of_scenario(Scenario.of("qwen3-30b-a3b", state=TrainingState(lora=lora)))
     assert ({"lora_share_expert_adapters", "lora_normalize_moe_lora"} <= reasons.keys()) == is_idle
 
 
 def test_a_frozen_router_is_named_where_it_changes_nothing() -> None:
     def reason(architecture: str, **options: Any) -> str | None:
         state = TrainingState(freeze_moe_router=True, **options)
-        return Scenario.of(architecture, state=state).without_effect().get("freeze_moe_router")
+        return without_effect.of_scenario(Scenario.of(architecture, state=state)).get("freeze_moe_router")
 
     assert reason("qwen3-moe-tiny") is None
     assert reason("llama-3-tiny") == "the model has no experts"
@@ -536,7 +536,7 @@ def test_the_norm_of_latent_attention_is_recomputed_only_where_its_input_require
 def test_a_target_that_names_no_linear_is_said_even_if_another_one_does() -> None:
     def said(*targets: str) -> str | None:
         state = TrainingState(lora=LoRA(target_modules=targets))
-        return Scenario.of("qwen3-moe-tiny", state=state).without_effect().get("lora_target_modules")
+        return without_effect.of_scenario(Scenario.of("qwen3-moe-tiny", state=state)).get("lora_target_modules")
 
     assert (
         said("linear_qkv", "*.layers.9.*.linear_proj") == "no linear of this rank has the name *.layers.9.*.linear_proj"

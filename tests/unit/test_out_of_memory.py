@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from memlab.config import without_effect
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
-from memlab.config.model_restrictions import check_on_model, without_effect
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.estimate import StepEstimate, offloaded_bytes, recomputed_bytes
@@ -234,7 +235,7 @@ def test_nothing_is_proposed_that_is_refused_or_without_effect(family: str, stan
     model = record.scenario.architecture
     for settings in proposed:
         check_on_model(settings, record.scenario)
-        assert without_effect(settings, model).keys() <= without_effect(standing, model).keys()
+        assert without_effect.of_settings(settings, model).keys() <= without_effect.of_settings(standing, model).keys()
         assert (settings.offload_parameters, settings.offload_optimizer) == (False, False)
     assert len(set(proposed)) == len(proposed)
     assert standing == FULL or proposed, "there is something to propose"

@@ -19,9 +19,10 @@ import pytest
 
 from memlab.cli import build_parser, main
 from memlab.commands.shared.asked_step import asked_step
+from memlab.config import without_effect
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
-from memlab.config.model_restrictions import check_on_model, without_effect
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.routing import Routing, find_routing
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings
@@ -145,7 +146,7 @@ def test_what_does_not_apply_is_what_is_refused_or_without_effect_by_itself(arch
         settings = MemorySettings(**(values | ({"recompute_granularity": "selective"} if "recompute" in field else {})))
         try:
             check_on_model(settings, Scenario.of(model))
-            reason = without_effect(settings, model).get(f"{field}:{module}")
+            reason = without_effect.of_settings(settings, model).get(f"{field}:{module}")
         except ValueError as error:
             reason = str(error)
         assert reasons.get(f"{field}:{module}") == reason

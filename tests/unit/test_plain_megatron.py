@@ -30,7 +30,7 @@ def test_memlab_predicts_every_job_that_is_measured() -> None:
         )
         layout = scenario.layout
         assert layout.world_size == job.num_ranks, job.name
-        assert job.num_ranks in (1, 2, 4), job.name
+        assert job.num_ranks in (1, 2, 4, 8), job.name
         assert all(getattr(layout, name) == size for name, size in job.sizes.items()), job.name
 
 
@@ -49,7 +49,13 @@ def test_the_routes_of_a_layer_are_those_of_all_its_experts() -> None:
         {"expert_rank": 1, "tokens_per_expert": {"2": [[1, 7]]}},
         {"expert_rank": 0, "tokens_per_expert": {"2": [[6, 2]]}},
     ]
-    assert routes_of(ranks) == ((5, 3, 2, 6), (6, 2, 1, 7), (4, 4, 8, 0))
+    assert routes_of(ranks, range(2)) == ((5, 3, 2, 6), (6, 2, 1, 7), (4, 4, 8, 0))
+
+
+def test_ranks_with_another_part_of_a_sequence_have_routes_of_their_own() -> None:
+    counts = [[5, 3], [2, 6], [4, 1], [7, 4]]
+    ranks = [{"expert_rank": rank % 2, "tokens_per_expert": {"1": [own]}} for rank, own in enumerate(counts)]
+    assert [routes_of(ranks, range(*own)) for own in ((0, 2), (2, 4))] == [((5, 3, 2, 6),), ((4, 1, 7, 4),)]
 
 
 RESULTS = Path(__file__).parents[2] / "labs" / "results"
@@ -403,6 +409,15 @@ def test_each_step_begins_with_the_bytes_that_it_had_on_an_h200(name: str) -> No
     assert predicted == pytest.approx(measured, abs=1024)
 
 
+@MEASURED_WITH_OLD_CORE
+def test_a_predicted_step_has_the_latent_experts_of_the_measured_one() -> None:
+    """Four jobs were measured after the code was written: starts are within 0.015 %, peaks within 0.02 %."""
+    row = json.loads((RESULTS / "h200_plain_megatron_latent_experts.jsonl").read_text().splitlines()[0])
+    measured, predicted = row["ranks"][0]["steps"][-1], predict_rank(row, 0)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1e-4)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
+
+
 OF_MAMBA = [json.loads(row) for row in (RESULTS / "h200_plain_megatron_mamba.jsonl").read_text().splitlines()]
 
 
@@ -497,7 +512,7 @@ def test_the_page_of_four_gpus_has_the_measured_figures_of_every_rank() -> None:
     table = (labs / "RANKS.md").read_text().split("| outside torch, MiB")[0]
     lines = [line.strip("| ").split(" | ") for line in table.splitlines() if "%" in line]
     steps = [rank["steps"][-1] for job in jobs_of_four for rank in job["ranks"]]
-    assert len(lines) == len(steps) == 4 * 41
+    assert len(lines) == len(steps) == 4 * 56
     for cells, step in zip(lines, steps, strict=True):
         told = [cells[column] for column in (2, 4, 7, 9)]
         sizes = [step[name] / 2**30 for name in ("start_bytes", "peak_bytes", "peak_reserved_bytes")]

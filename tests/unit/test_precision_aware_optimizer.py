@@ -14,6 +14,7 @@ import memlab.lab.lab
 from memlab.backends.fused_adam import FusedAdam, split_remainder, with_remainder
 from memlab.backends.simulated import of_labs_before_0_4, of_the_cpu_backend
 from memlab.backends.simulated_version import imitating
+from memlab.config import without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -272,9 +273,9 @@ def test_predictions_are_what_an_h200_needed(
 
 def test_options_that_change_nothing_say_so() -> None:
     alone = TrainingState(use_precision_aware_optimizer=True, main_grads_dtype="bf16")
-    assert "which is fp32 without grad_reduce_in_bf16" in alone.without_effect()["main_grads_dtype"]
-    assert not replace(alone, grad_reduce_in_bf16=True).without_effect()
+    assert "which is fp32 without grad_reduce_in_bf16" in without_effect.of_state(alone)["main_grads_dtype"]
+    assert not without_effect.of_state(replace(alone, grad_reduce_in_bf16=True))
     state = replace(alone, grad_reduce_in_bf16=True, main_params_dtype="fp16")
-    without_effect = Scenario.of("phi-4-tiny", dtype="fp32", state=state).without_effect()
-    assert set(without_effect) == {"grad_reduce_in_bf16", "main_grads_dtype", "main_params_dtype"}
-    assert not Scenario.of("phi-4-tiny", state=state).without_effect()
+    idle = without_effect.of_scenario(Scenario.of("phi-4-tiny", dtype="fp32", state=state))
+    assert set(idle) == {"grad_reduce_in_bf16", "main_grads_dtype", "main_params_dtype"}
+    assert not without_effect.of_scenario(Scenario.of("phi-4-tiny", state=state))

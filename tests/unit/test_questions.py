@@ -28,7 +28,8 @@ CHOICES = {"`a` < b": "It is less.", "c": "It is & more."}
         ("-5", 3, "result: 3 bytes; your guess: -5 bytes (8 bytes too low, the result is positive)"),
         ("nan", 3, "result: 3 bytes; your guess: nan (enter a number to compare the two)"),
         ("a <few>", 3, "result: 3 bytes; your guess: a <few> (enter a number to compare the two)"),
-        ("2 KiB", 3, "result: 3 bytes; your guess: 2 KiB (enter a number in bytes to compare the two)"),
+        ("2 KiB", 2048, "result: 2,048 bytes; your guess: 2,048 bytes (exact)"),
+        ("2 m", 3, "result: 3 bytes; your guess: 2 m (enter a number in bytes to compare the two)"),
     ],
 )
 def test_the_result_stands_beside_the_guess(
@@ -52,6 +53,19 @@ def test_the_result_stands_beside_the_guess(
         ("0,7", "GiB", 0.7, "0.7 GiB (exact)"),
         ("-1,438.5", "bytes", -1438.5, "-1,438.5 bytes (exact)"),
         ("4 of 4", "of 4", 3, "4 of 4 (1 too high)"),
+        ("3/4", "of 4", 3, "3 of 4 (exact)"),
+        ("3/5", "of 4", 3, "3/5 (enter a number to compare the two)"),
+        ("5/8", "%", 62.5, "62.5 % (exact)"),
+        ("5/8 %", "%", 0.625, "0.62 % (exact)"),
+        ("1/0", "%", 3, "1/0 (enter a number in % to compare the two)"),
+        ("175k", "bytes per token", 175_000, "175,000 bytes per token (exact)"),
+        ("about 3 KiB per token", "bytes per token", 3072, "3,072 bytes per token (exact)"),
+        ("2 thousand bytes", "bytes", 2000, "2,000 bytes (exact)"),
+        ("512 MiB", "GiB", 0.5, "0.5 GiB (exact)"),
+        ("2.147483648 GB", "GiB", 2, "2 GiB (exact)"),
+        ("0.25 s", "ms", 250, "250 ms (exact)"),
+        ("9k", "tokens", 9000, "9,000 tokens (exact)"),
+        ("9 KiB", "tokens", 9000, "9 KiB (enter a number in tokens to compare the two)"),
     ],
 )
 def test_a_share_or_a_count_is_compared_by_its_difference(entered: str, unit: str, result: float, verdict: str) -> None:
@@ -60,6 +74,8 @@ def test_a_share_or_a_count_is_compared_by_its_difference(entered: str, unit: st
 
 PART = "Which part is the largest: parameters, gradients, optimizer state or activations?"
 PHASE = "When in the step does memory peak: forward, backward or optimizer?"
+FITS = "Does the job fit or does it not?"
+RANK = "Which rank needs the most memory?"
 YES_OR_NO = "Is the loss still the same: yes or no?"
 
 
@@ -73,7 +89,24 @@ YES_OR_NO = "Is the loss still the same: yes or no?"
         (PART, "the <optimizer>", "activations", "the <optimizer> (wrong)"),
         (PHASE, "end of forward", "forward", "end of forward (right)"),
         (PHASE, "it is in forward", "forward", "it is in forward (right)"),
-        (PHASE, "not forward", "forward", "not forward"),
+        (PHASE, "not forward", "forward", "not forward (wrong)"),
+        (PHASE, "anything but forward", "forward", "anything but forward"),
+        (PHASE, "no, it's forward", "forward", "no, it's forward (right)"),
+        (PHASE, "not backward", "forward", "not backward"),
+        (FITS, "fits", "does not fit", "fits (wrong)"),
+        (FITS, "it fits", "does not fit", "it fits (wrong)"),
+        (FITS, "doesn't fit", "does not fit", "doesn't fit (right)"),
+        (FITS, "it does not fit", "does not fit", "it does not fit (right)"),
+        (FITS, "does not fit", "fits", "does not fit (wrong)"),
+        (FITS, "no", "does not fit", "no"),
+        (YES_OR_NO, "y", "yes, to the last bit", "y (right)"),
+        (YES_OR_NO, "n", "yes, to the last bit", "n (wrong)"),
+        (YES_OR_NO, "no", "no", "no (right)"),
+        (YES_OR_NO, "yes", "no", "yes (wrong)"),
+        (RANK, "0", "rank 0", "0 (right)"),
+        (RANK, "rank", "rank 0", "rank"),
+        (RANK, "rank 1", "rank 0", "rank 1"),
+        (RANK, "rank 0 or rank 1", "rank 0", "rank 0 or rank 1"),
         (PHASE, "forward or backward", "forward", "forward or backward (wrong)"),
         (YES_OR_NO, "yes", "yes, to the last bit", "yes (right)"),
         ("What varies: the bytes at the start, or its peak?", "its peak", "the peak", "its peak (right)"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from memlab.backends.simulated import of_the_cpu_backend
+from memlab.config import without_effect
 from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.parameters import kept_bytes
 from memlab.config.scenario import Scenario
@@ -97,7 +98,9 @@ def test_what_a_router_cannot_be_is_refused() -> None:
         replace(ARCHITECTURES["qwen3-moe-tiny"], moe_aux_loss_coeff=0.0),
         state=TrainingState(moe_router_load_balancing_type="seq_aux_loss"),
     )
-    assert scenario.without_effect() == {"moe_router_load_balancing_type": "moe_aux_loss_coeff of the model is 0"}
+    assert without_effect.of_scenario(scenario) == {
+        "moe_router_load_balancing_type": "moe_aux_loss_coeff of the model is 0"
+    }
 
 
 JOB = "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path={model} {key}={value}"
@@ -137,4 +140,4 @@ def test_a_dense_model_has_no_router(tmp_path: Path) -> None:
     assert job.required()[0].state.moe_router_dtype == "fp32"
     assert job.without_effect[key[1:]] == "the model has no experts"
     scenario = Scenario.of("phi-4-tiny", state=TrainingState(moe_router_dtype="fp64"))
-    assert scenario.without_effect() == {"moe_router_dtype": "the model has no experts"}
+    assert without_effect.of_scenario(scenario) == {"moe_router_dtype": "the model has no experts"}

@@ -21,9 +21,10 @@ import psutil
 import pytest
 
 from memlab.cli import main
+from memlab.config import without_effect
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
-from memlab.config.model_restrictions import check_on_model, checkpoints_moe_layers, without_effect
+from memlab.config.model_restrictions import check_on_model, checkpoints_moe_layers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
@@ -212,7 +213,7 @@ def test_candidates_are_allowed_have_an_effect_and_do_what_the_base_does() -> No
     assert wanted[0] == PLAIN and len(set(wanted)) == len(wanted)
     for settings in wanted:
         check_on_model(settings, scenario)
-        assert without_effect(settings, scenario.architecture) == {}
+        assert without_effect.of_settings(settings, scenario.architecture) == {}
     assert {PLAIN, FULL, recompute("moe"), recompute("layernorm", "moe_act")} <= set(wanted)
     assert replace(offload("expert_fc1", "moe_act"), min_offloaded_tensor_size=1024**2) in wanted
     assert MemorySettings(offload_parameters=True) in wanted

@@ -7,9 +7,10 @@ import json
 
 import pytest
 
+from memlab.config import without_effect
 from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
-from memlab.config.model_restrictions import check_on_model, without_effect
+from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.settings import OFFLOAD_MODULES, MemorySettings, validation_error
 from memlab.config.validation import RuleError
@@ -140,17 +141,17 @@ def test_a_fused_norm_is_named_as_the_reason_that_a_setting_does_nothing() -> No
         recompute_granularity="selective",
         recompute_modules=["layernorm", "mlp"],
     )
-    assert set(without_effect(settings, MOE)) == {"offload_modules:attn_norm", "recompute_modules:mlp"}
-    assert set(without_effect(settings, DENSE)) == {
+    assert set(without_effect.of_settings(settings, MOE)) == {"offload_modules:attn_norm", "recompute_modules:mlp"}
+    assert set(without_effect.of_settings(settings, DENSE)) == {
         "offload_modules:attn_norm",
         "offload_modules:mlp_norm",
         "recompute_modules:layernorm",
     }
-    assert "fused into linear_qkv" in without_effect(settings, MOE)["offload_modules:attn_norm"]
+    assert "fused into linear_qkv" in without_effect.of_settings(settings, MOE)["offload_modules:attn_norm"]
 
 
 def test_a_minimum_size_without_offload_modules_is_said_to_do_nothing() -> None:
-    reasons = without_effect(MemorySettings(min_offloaded_tensor_size=0), MOE)
+    reasons = without_effect.of_settings(MemorySettings(min_offloaded_tensor_size=0), MOE)
     assert list(reasons) == ["min_offloaded_tensor_size"]
 
 

@@ -10,9 +10,9 @@ import pytest
 from megatron.core.package_info import MINOR
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from memlab.config import model_restrictions
+from memlab.config import model_restrictions, without_effect
 from memlab.config.layout import Layout
-from memlab.config.model_restrictions import check_on_model, not_in_megatron, without_effect
+from memlab.config.model_restrictions import check_on_model, not_in_megatron
 from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import NEWER_SETTINGS, MemorySettings
@@ -50,7 +50,7 @@ def test_a_setting_that_the_installed_version_lacks_is_refused(
     check_on_model(OFFLOAD, Scenario.of("qwen3-moe-tiny"))
     monkeypatch.setattr(model_restrictions, "_megatron_version", lambda: (0, first))
     check_on_model(settings, scenario)
-    assert list(without_effect(settings, scenario.architecture)) == [name], "no offload_modules are named"
+    assert list(without_effect.of_settings(settings, scenario.architecture)) == [name], "no offload_modules are named"
 
 
 def test_a_version_that_lacks_a_setting_has_no_such_field() -> None:

@@ -16,6 +16,7 @@ from memlab.config.training_state import TrainingState
 from memlab.engines.megatron.layers.unfused_permutation import selecting_by_mask
 from memlab.lab.lab import Lab
 from tests.unit.live import FULL, offload, recompute
+from tests.unit.saved import saved_tensors
 
 pytestmark = pytest.mark.versions
 
@@ -32,10 +33,7 @@ def test_selecting_is_megatron_s_own_and_saves_the_same() -> None:
     routing_map = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter(1, chosen, value=True)
     found = []
     for function in (permute, selecting_by_mask(permute)):
-        saved: list[torch.Size] = []
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda each, saved=saved: (saved.append(each.shape), each)[1], id_
-        ):
+        with saved_tensors() as saved:
             permuted, permuted_probs, order, *_ = function(
                 tokens, routing_map, probs=probs, num_out_tokens=TOKENS * CHOSEN, fused=False
             )
@@ -47,14 +45,9 @@ def test_selecting_is_megatron_s_own_and_saves_the_same() -> None:
                 *torch.autograd.grad([(permuted * permuted_probs[:, None]).sum()], [tokens, probs]),
             )
         )
-        found[-1] += (sorted(saved),)
+        found[-1] += (sorted(tensor.shape for tensor in saved),)
     for one, other in zip(*found, strict=True):
         assert one == other if isinstance(one, list) else torch.equal(one, other)
-
-
-def id_(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what a hook has packed."""
-    return tensor
 
 
 @pytest.mark.parametrize(

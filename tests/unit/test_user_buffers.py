@@ -13,6 +13,7 @@ import torch
 from benchmarks.plain_megatron import predict_rank
 from memlab import Lab, Layout, MemorySettings, Scenario, TrainingState
 from memlab.backends import cuda
+from memlab.config import without_effect
 from memlab.config.user_buffers import buffer_sizes, user_buffer_bytes
 from memlab.engines.megatron.layers.tensor_parallel import Overlap, Split
 from memlab.engines.megatron.layers.torch_functions import Linear, NormLinear
@@ -169,7 +170,7 @@ def test_what_user_buffers_are_refused_beside(model: str, values: dict[str, Any]
 
 
 def test_one_tensor_parallel_rank_has_nothing_to_overlap() -> None:
-    assert "tp_comm_overlap" in Scenario.of("llama-3.1-8b", state=ON).without_effect()
+    assert "tp_comm_overlap" in without_effect.of_scenario(Scenario.of("llama-3.1-8b", state=ON))
     with pytest.raises(ValueError, match="some of proj_fprop, fc2_fprop"):
         TrainingState(tp_comm_overlap=True, tp_comm_overlap_ring_exchange=("qkv_fprop",))
 

@@ -202,7 +202,6 @@ def test_a_transformer_engine_that_asks_for_a_newer_cublas_is_told_how_to_get_it
 
     monkeypatch.setattr("torch.version.cuda", "13.0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.memory._set_memory_metadata", None, raising=False)
     monkeypatch.setattr(cuda, "_is_too_late", lambda name, value: False)
     monkeypatch.setattr(cuda, "import_module", fails)
     found = cuda.check_available()

@@ -30,9 +30,9 @@ from memlab.views.figures.compare import compare_figure
 from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PHASE_OPACITIES, series_look
 from memlab.views.figures.resample import AXES, Axis
 from memlab.views.figures.timeline import timeline_figure
-from memlab.views.text.audits import audit_table
+from memlab.views.text.audits import offload_blocks
 from memlab.views.text.columns import LINE_WIDTH, MINUS, Table, as_html, as_text, in_unit
-from memlab.views.text.compare import compare_table, record_names
+from memlab.views.text.compare import compare_blocks, record_names
 from memlab.views.text.record import grouped_modules, record_table
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
@@ -346,7 +346,7 @@ def test_a_step_that_ran_out_of_memory_shows_its_status_and_message() -> None:
     ):
         assert failed.message in texts(figure)
         assert "out of memory" in texts(figure)
-    for table in (record_table(failed), compare_table(PLAIN, failed)):
+    for table in (record_table(failed), as_text(compare_blocks(PLAIN, failed))):
         assert failed.message in re.sub(r"\s+", " ", table)
         assert re.search("out.of.memory", table)
 
@@ -509,9 +509,9 @@ def test_compared_scenarios_are_named_where_they_differ() -> None:
     assert record_names([PLAIN, replace(PLAIN, step_index=4)]) == ["none, step 3", "none, step 4"]
     assert "qwen3-30b-a3b, 1 x 4096 tokens, bf16 " in texts(compare_figure(PLAIN, other))
     assert str(scenario()) in texts(compare_figure(PLAIN, RECOMPUTED))
-    assert compare_table(PLAIN, other).startswith("qwen3-30b-a3b, 1 x 4096 tokens, bf16;")
+    assert as_text(compare_blocks(PLAIN, other)).startswith("qwen3-30b-a3b, 1 x 4096 tokens, bf16;")
     stranger = replace(PLAIN, scenario=Scenario.of(architecture="phi-4"))
-    assert compare_table(PLAIN, stranger).startswith("different scenarios")
+    assert as_text(compare_blocks(PLAIN, stranger)).startswith("different scenarios")
 
 
 def test_ranks_of_one_job_are_told_apart_under_what_they_share() -> None:
@@ -520,7 +520,7 @@ def test_ranks_of_one_job_are_told_apart_under_what_they_share() -> None:
         for rank in (0, 1)
     ]
     assert record_names(ranks) == ["none (rank 0)", "none (rank 1)"]
-    assert compare_table(*ranks).startswith("qwen3-30b-a3b, 4 layers, 1 x 4096 tokens, bf16, TP2;")
+    assert as_text(compare_blocks(*ranks)).startswith("qwen3-30b-a3b, 4 layers, 1 x 4096 tokens, bf16, TP2;")
 
 
 def test_the_compared_axis_says_where_it_starts() -> None:
@@ -646,7 +646,9 @@ def test_what_no_module_made_is_named_by_the_training_state_that_it_is() -> None
 
 
 def test_compare_table_holds_every_step_against_the_first() -> None:
-    lines = compare_table(PLAIN, RECOMPUTED, replace(PLAIN, settings=EVERYTHING, residual_bytes=512)).splitlines()
+    lines = as_text(
+        compare_blocks(PLAIN, RECOMPUTED, replace(PLAIN, settings=EVERYTHING, residual_bytes=512))
+    ).splitlines()
     units = next(line.split() for line in lines if line.split()[:1] == ["GiB"])
     assert units == [*["GiB"] * 7, "ms"]
     rows = {line.split()[0]: line.split() for line in lines if line}
@@ -658,29 +660,34 @@ def test_compare_table_holds_every_step_against_the_first() -> None:
 
 def test_a_prediction_has_no_time_in_a_table() -> None:
     predicted = replace(RECOMPUTED, backend="simulated", loss=None, tokens_per_second=0.0)
-    rows = {line.split()[0]: line.split() for line in compare_table(PLAIN, predicted).splitlines() if line}
+    rows = {line.split()[0]: line.split() for line in as_text(compare_blocks(PLAIN, predicted)).splitlines() if line}
     assert rows["full"][-3:] == ["-", "-", "-"]
     assert rows["none"][-3:] == ["105.1", "38,972", "12.333740"]
 
 
 def test_a_table_of_predictions_has_no_columns_of_times_and_loss() -> None:
     predicted = [replace(step, tokens_per_second=0.0, loss=None) for step in (PLAIN, RECOMPUTED)]
-    assert "tokens/s" not in compare_table(*predicted) and "loss" not in compare_table(*predicted)
-    assert "tokens/s" in compare_table(predicted[0], replace(RECOMPUTED, tokens_per_second=9.0)), "one has a rate"
+    assert "tokens/s" not in as_text(compare_blocks(*predicted)) and "loss" not in as_text(compare_blocks(*predicted))
+    assert "tokens/s" in as_text(compare_blocks(predicted[0], replace(RECOMPUTED, tokens_per_second=9.0))), (
+        "one has a rate"
+    )
 
 
 def test_compare_table_keeps_quiet_about_what_a_failed_step_did_not_measure() -> None:
-    table = compare_table(PLAIN, replace(out_of_memory(RECOMPUTED), settings=MemorySettings()))
+    table = as_text(compare_blocks(PLAIN, replace(out_of_memory(RECOMPUTED), settings=MemorySettings())))
     row = next(line.split() for line in table.splitlines() if line.startswith("none (out of memory)"))
     peak = f"{RECOMPUTED.peak_allocated_bytes / GIB:.3f}"
     assert row[4:6] == [peak, "-"]
     assert row[-3:] == ["-", "-", "-"]
-    failed_first = compare_table(out_of_memory(PLAIN), RECOMPUTED)
+    failed_first = as_text(compare_blocks(out_of_memory(PLAIN), RECOMPUTED))
     assert " saved " in failed_first.partition("\n")[2], "the line above the table explains this column"
 
 
 def test_columns_are_aligned_and_lines_fit_the_page() -> None:
-    for table in (record_table(busy_record()), compare_table(PLAIN, busy_record(), out_of_memory(busy_record()))):
+    for table in (
+        record_table(busy_record()),
+        as_text(compare_blocks(PLAIN, busy_record(), out_of_memory(busy_record()))),
+    ):
         assert max(len(line) for line in table.splitlines()) <= LINE_WIDTH
         assert not re.search(r"[ \t]+$", table, re.MULTILINE)
     ends = {line.rindex("%") for line in record_table(PLAIN).splitlines() if line.endswith("%")}
@@ -690,9 +697,9 @@ def test_columns_are_aligned_and_lines_fit_the_page() -> None:
 def test_tables_need_no_timeline_and_no_bytes() -> None:
     empty = record_of(None)
     assert "device, the step's peak" in record_table(empty)
-    assert "none" in compare_table(empty)
-    with pytest.raises(ValueError, match="compare_table got 0 records"):
-        compare_table()
+    assert "none" in as_text(compare_blocks(empty))
+    with pytest.raises(ValueError, match="compare got 0 records"):
+        compare_blocks()
 
 
 @pytest.mark.parametrize(
@@ -899,7 +906,7 @@ def test_show_writes_what_a_lab_returns_in_words(kind: str) -> None:
 
 def test_show_writes_several_audits_as_rows_of_one_table() -> None:
     audits = [account(70 * MIB, away_bytes=80 * MIB), account(0)]
-    assert show(*audits).table == audit_table(*audits)
+    assert show(*audits).table == as_text(offload_blocks(*audits))
 
 
 @pytest.mark.parametrize("things", [(), (3,), (PLAIN, PLAIN), (PLAIN, {})])
@@ -909,7 +916,7 @@ def test_show_says_what_it_takes(things: Any) -> None:
 
 
 def test_audit_table_shows_terms_that_add_up_and_who_holds_what() -> None:
-    table = audit_table(account(70 * MIB, away_bytes=80 * MIB, still_resident_bytes=20 * MIB))
+    table = as_text(offload_blocks(account(70 * MIB, away_bytes=80 * MIB, still_resident_bytes=20 * MIB)))
     assert re.search(r"offload core_attn +100.00 +100.00 +20.00 +10.00 +70.00 +0.70\n", table)
     assert "twice" not in table, "a term that is 0 in every row is left out"
     assert "2 tensors of core_attn, 20.00 MiB, still held by node of decoder.layers.*.proj" in table
@@ -920,12 +927,10 @@ def test_audit_table_shows_terms_that_add_up_and_who_holds_what() -> None:
 
 def test_audit_table_has_no_share_of_nothing() -> None:
     idle = replace(account(0), modules=())
-    assert re.search(r"^offload core_attn [ 0]+ -$", audit_table(idle), re.MULTILINE)
+    assert re.search(r"^offload core_attn [ 0]+ -$", as_text(offload_blocks(idle)), re.MULTILINE)
 
 
 def test_audit_table_of_every_term_is_no_wider_than_a_line() -> None:
     full = account(1, away_bytes=2, still_resident_bytes=2 * GIB, back_bytes=5, copied_twice_bytes=7, not_due_bytes=11)
-    lines = audit_table(full, account(0)).splitlines()
+    lines = as_text(offload_blocks(full, account(0))).splitlines()
     assert max(len(line) for line in lines) <= LINE_WIDTH
-    with pytest.raises(ValueError, match="0 audits"):
-        audit_table()

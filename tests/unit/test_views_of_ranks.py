@@ -13,7 +13,7 @@ from memlab.config.settings import MemorySettings
 from memlab.record.job_record import JobRecord
 from memlab.units import GIB
 from memlab.views.display import compare, show
-from memlab.views.figures.ranks import CHOICE, MOST_DRAWN, ranks_figure
+from memlab.views.figures.ranks import CHOICE, MOST_DRAWN, ranks_drawing, ranks_figure
 from memlab.views.text.columns import LINE_WIDTH
 from memlab.views.text.ranks import ranks_table
 from tests.unit.builders import job_of, out_of_memory, record_of, scenario, training_step
@@ -134,7 +134,7 @@ def test_two_ranks_of_a_job_are_compared_by_their_numbers() -> None:
 
 def test_a_pinned_step_is_a_line_over_the_same_rank() -> None:
     job, other = job_of(STAGES), job_of(STAGES, FULL)
-    figure = ranks_figure(job, pinned=other)
+    figure = ranks_drawing(job, "device", "time", above_start=False, pinned=other).figure()
     lines = [trace for trace in figure.data if trace.name == "pinned run, the same rank"]
     assert len(lines) == STAGES.world_size
     assert sum(bool(line.showlegend) for line in lines) == 1

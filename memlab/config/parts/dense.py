@@ -43,7 +43,6 @@ class Dense(FeedForward):
         return {"ffn_hidden_size": config.whole("intermediate_size", default=of_experts)}
 
     def weights(self) -> tuple[Weight, ...]:
-        """Returns the parameters of one layer."""
         rows = (2 if self.gated_linear_unit else 1) * self.ffn_hidden_size
         biases = (
             Weight("mlp.linear_fc1.bias", (rows,), split=0),
@@ -65,7 +64,6 @@ class Dense(FeedForward):
 
     @property
     def largest_row(self) -> int:
-        """The most elements that one token has in any activation."""
         return self.ffn_hidden_size
 
     def operations_of_modules(self, attended: float) -> dict[str, float]:

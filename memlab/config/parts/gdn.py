@@ -82,7 +82,6 @@ class GatedDeltaNet(Part):
         return self.convolved_width + self.value_width + 2 * self.linear_num_value_heads
 
     def weights(self) -> tuple[Weight, ...]:
-        """Returns the parameters of one layer."""
         heads = self.linear_num_value_heads
         return (
             Weight("self_attention.dt_bias", (heads,), split=0),
@@ -104,7 +103,6 @@ class GatedDeltaNet(Part):
 
     @property
     def largest_row(self) -> int:
-        """The most elements that one token has in any activation."""
         return max(self.hidden_size, self.entering_width)
 
     def operations(self, attended: float) -> float:

@@ -117,7 +117,6 @@ class GroupedQueryAttention(Part):
         return heads * self.kv_channels
 
     def weights(self) -> tuple[Weight, ...]:
-        """Returns the parameters of one layer."""
         of_queries = Weight("self_attention.linear_qkv.bias", (self.qkv_width,), split=0)
         of_output = Weight("self_attention.linear_proj.bias", (self.hidden_size,))
         of_sinks = Weight("self_attention.core_attention.softmax_offset", (self.num_attention_heads,), split=0)
@@ -153,7 +152,6 @@ class GroupedQueryAttention(Part):
 
     @property
     def largest_row(self) -> int:
-        """The most elements that one token has in any activation."""
         return max(self.hidden_size, self.query_width)
 
     def operations(self, attended: float) -> float:

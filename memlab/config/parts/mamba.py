@@ -82,7 +82,6 @@ class Mamba(Part):
         return self.width + self.convolved_width + self.mamba_num_heads
 
     def weights(self) -> tuple[Weight, ...]:
-        """Returns the parameters of one layer."""
         heads, width = self.mamba_num_heads, self.width
         return (
             *norm_weights("mixer.in_proj.layer_norm_", self.hidden_size, self.normalization),
@@ -103,7 +102,6 @@ class Mamba(Part):
 
     @property
     def largest_row(self) -> int:
-        """The most elements that one token has in any activation."""
         return self.projected_width
 
     def operations(self, attended: float) -> float:

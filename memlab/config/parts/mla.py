@@ -90,7 +90,6 @@ class LatentAttention(Part):
         return self.qk_head_dim + self.qk_pos_emb_head_dim
 
     def weights(self) -> tuple[Weight, ...]:
-        """Returns the parameters of one layer."""
         hidden, heads = self.hidden_size, self.num_attention_heads
         queries = heads * self.query_channels
         if self.q_lora_rank is None:
@@ -125,7 +124,6 @@ class LatentAttention(Part):
 
     @property
     def largest_row(self) -> int:
-        """The most elements that one token has in any activation."""
         widest = max(self.query_channels, self.qk_head_dim + self.v_head_dim)
         return max(self.hidden_size, self.num_attention_heads * widest)
 

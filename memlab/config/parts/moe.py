@@ -206,7 +206,6 @@ class Experts(FeedForward):
         return 2 if self.gated_linear_unit else 1
 
     def weights(self) -> tuple[Weight, ...]:
-        """Returns the parameters of one layer."""
         hidden, width, count = self.hidden_size, self.moe_ffn_hidden_size, self.num_moe_experts
         return (
             *norm_weights("pre_mlp_layernorm.", hidden, self.normalization),

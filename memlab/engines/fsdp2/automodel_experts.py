@@ -289,25 +289,22 @@ def spread_experts(layers: list[Any], scenario: Scenario, device: str) -> Any:
 
 def _flex_dispatcher(scenario: Scenario) -> Any:
     """Returns Megatron's dispatcher before it knows its ranks; Automodel's layers share what it keeps of a pass."""
+    from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 
     model, state = scenario.architecture, scenario.state
     dispatcher = MoEFlexTokenDispatcher.__new__(MoEFlexTokenDispatcher)
-    dispatcher.config = SimpleNamespace(
+    # Not initialized: what Automodel does not have keeps the default of the installed version.
+    dispatcher.config = TransformerConfig.__new__(TransformerConfig)
+    vars(dispatcher.config).update(
         num_moe_experts=model.num_moe_experts,
         moe_router_topk=model.moe_router_topk,
-        moe_router_num_groups=None,
-        moe_router_group_topk=None,
         moe_router_dtype="fp32",
-        moe_expert_capacity_factor=None,
-        moe_pad_expert_input_to_capacity=False,
-        moe_router_padding_for_quantization=False,
         moe_permute_fusion=True,
         moe_flex_dispatcher_backend=state.moe_flex_dispatcher_backend,
         moe_deepep_num_sms=state.moe_deepep_num_sms,
         moe_hybridep_num_sms=state.moe_deepep_num_sms,
-        fp8=None,
-        fp4=None,
+        moe_flex_dispatcher_num_sms=state.moe_deepep_num_sms,  # megatron-core 0.19's name of both
         memlab_routing=RoutingDraws(scenario.routing),
     )
     return dispatcher

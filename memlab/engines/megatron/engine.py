@@ -17,7 +17,13 @@ import torch
 from memlab.config.model_restrictions import checkpoints_moe_layers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.engines.megatron import apply_settings, as_built, cpu_optimizer, data_parallel_overlap
+from memlab.engines.megatron import (
+    apply_settings,
+    as_built,
+    cpu_optimizer,
+    data_parallel_overlap,
+    transformer_engine_caches,
+)
 from memlab.engines.megatron import build as building
 from memlab.engines.megatron import holdings as walk
 from memlab.engines.megatron import recover_failed_step as recovery
@@ -35,7 +41,7 @@ from memlab.engines.megatron.megatron_config import (
 )
 from memlab.engines.megatron.megatron_versions import forget_auxiliary_losses
 from memlab.engines.megatron.residency_faults import FAULTS, repair
-from memlab.engines.megatron.retention import megatron_globals, transformer_engine_caches
+from memlab.engines.megatron.retention import megatron_globals
 from memlab.engines.megatron.retention.recipe_release import objects_held, release_recipe
 from memlab.engines.megatron.retention.remedies import CheckpointRemedy
 from memlab.engines.megatron.silence_warnings import silence_megatron

@@ -10,7 +10,7 @@ import torch
 from memlab.engines.megatron import cpu_optimizer
 from memlab.engines.megatron.build import LiveModel
 from memlab.engines.megatron.data_parallel_overlap import gather_now
-from memlab.engines.megatron.retention.fp8_caches import tensors_of_parameter
+from memlab.engines.megatron.fp8_caches import tensors_of_parameter
 
 
 class MegatronGroups:

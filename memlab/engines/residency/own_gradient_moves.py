@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from memlab.engines.protocol import Groups
-from memlab.engines.residency.residency import Residency
+from memlab.engines.residency.residency import Groups, Residency
 from memlab.record.transfer import GROUPS
 
 Move = Callable[[Any], object]
@@ -114,7 +113,11 @@ class _StandIn:
         raise AttributeError(f"no attribute {name!r} here: {_ENOUGH}", name=name, obj=self)
 
     @classmethod
-    def __torch_function__(cls, function: Callable[..., object], *_: object) -> NoReturn:
+    def __torch_function__(
+        cls, function: Callable[..., object], _: object, arguments: Sequence[Any], *__: object
+    ) -> Any:
+        if function is torch.zero_:
+            return arguments[0].zero_()
         raise ValueError(f"your code calls torch's {function.__name__}, which needs a real tensor: {_ENOUGH}")
 
 
@@ -130,6 +133,7 @@ class _GradDataStandIn(_StandIn):
     def __init__(self, real: torch.Tensor) -> None:
         self._real = real
         self._is_unwritten = False
+        self._is_sized_in_bytes = False
         self.dtype, self.device, self.shape = real.dtype, real.device, real.shape
 
     @property
@@ -166,8 +170,10 @@ class _GradDataStandIn(_StandIn):
     def storage(self) -> _StorageStandIn:
         return _StorageStandIn(self, unit=self.element_size())
 
-    def resize(self, num_bytes: int) -> None:
-        """Resizes the storage; memory that is new holds whatever was there before."""
+    def resize(self, size: int, unit: int) -> None:
+        """Resizes the storage to so many units of bytes; memory that is new holds whatever was there before."""
+        num_bytes = size * unit
+        self._is_sized_in_bytes = unit == 1
         is_larger = num_bytes > self.storage_bytes
         self._real.untyped_storage().resize_(num_bytes)
         if is_larger and num_bytes >= self.nbytes:
@@ -175,6 +181,11 @@ class _GradDataStandIn(_StandIn):
             self._is_unwritten = True
 
     def zero_(self) -> _GradDataStandIn:
+        if self._is_sized_in_bytes and self.storage_bytes == self.numel():
+            raise ValueError(
+                f"your code gives the gradients {self.storage_bytes:,} bytes, must give them {self.nbytes:,}: resize_ "
+                "of untyped_storage() takes bytes, which are numel() * element_size()"
+            )
         if self.storage_bytes < self.nbytes:
             raise ValueError(
                 f"your code zeroes {self.nbytes:,} bytes of gradients whose storage has {self.storage_bytes:,} bytes, "
@@ -218,7 +229,7 @@ class _StorageStandIn(_StandIn):
         return self._gradients.storage_bytes
 
     def resize_(self, size: int) -> _StorageStandIn:
-        self._gradients.resize(size * self._unit)
+        self._gradients.resize(size, self._unit)
         return self
 
     def fill_(self, value: float) -> _StorageStandIn:

@@ -9,12 +9,12 @@ What an optimizer keeps on the host by itself stays there.
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Protocol
 
 import torch
 
 from memlab.allocator.rules import rounded_bytes
 from memlab.config.settings import MemorySettings
-from memlab.engines.protocol import Groups
 from memlab.engines.residency.host_buffer import HostBuffer
 from memlab.record.transfer import GROUPS
 
@@ -27,6 +27,28 @@ def groups_on_host(settings: MemorySettings) -> tuple[str, ...]:
     is_optimizer_offloaded = settings.offload_optimizer or settings.offload_optimizer_except_update
     offloaded = (settings.offload_parameters, settings.offload_gradients, is_optimizer_offloaded)
     return tuple(group for group, is_offloaded in zip(GROUPS, offloaded, strict=True) if is_offloaded)
+
+
+class Groups(Protocol):
+    """What one model keeps from step to step, as `Residency` transfers it: tensors that cover their whole storages.
+
+    A storage that is in two groups belongs to the first one. What an optimizer keeps on the host is not ``is_cuda``.
+    """
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Returns the rank's part of the parameters."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns what is there of gradients now."""
+
+    def optimizer_state(self) -> list[torch.Tensor]:
+        """Returns main parameters, moments and their scales."""
+
+    def drop_copied_gradients(self) -> int:
+        """Frees gradients that the next step would free before its forward; returns their bytes."""
+
+    def gather(self) -> None:
+        """Brings the parameters up to date where another rank has updated a part of them, before they are copied."""
 
 
 class Residency:

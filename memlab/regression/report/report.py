@@ -16,8 +16,9 @@ from memlab.regression.report.case import CaseBodies, anchor, arrows, aside, sec
 from memlab.regression.report.junit import junit_xml
 from memlab.regression.report.summary_text import summary_table
 from memlab.regression.run.kept_runs import History
+from memlab.regression.run.runner import failed
 from memlab.regression.suite.suite import JUNIT_FILE, PAGE_FILE
-from memlab.regression.summary import CaseResult, Summary, failed
+from memlab.regression.summary import CaseResult, Summary
 
 _STYLE = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
 

@@ -14,7 +14,7 @@ import time
 import traceback
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,12 @@ from memlab.regression.run.notebook_page import write_page
 from memlab.regression.run.process import execute
 from memlab.regression.suite.notebooks import cells_that_run, check_record_cell, read_notebook
 from memlab.regression.suite.parameters import ParameterValue, read_parameters, resolve
+from memlab.regression.summary import CaseResult
 
 _WEEK_SECONDS = 7 * 24 * 3600
 _KEPT_OF_A_FAILURE = ("environment.json", "log.txt", "notebook.ipynb", "page.html")
 _MAX_LOG_BYTES = 8 * 2**20
-_NOTEBOOK, _PAGE, LOG_FILE = "notebook.ipynb", "page.html", "log.txt"
+_NOTEBOOK, _PAGE, _LOG_FILE = "notebook.ipynb", "page.html", "log.txt"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,7 +108,7 @@ class PreparedLab:
             failure = execute(
                 self.notebook, self.parameters, staging, self.timeout_seconds, on_progress, self.variables
             )
-            _shorten_log(staging / LOG_FILE)
+            _shorten_log(staging / _LOG_FILE)
             failure = failure or _judge(staging)
             if failure:
                 return failure, "", {}
@@ -171,8 +172,8 @@ def _judge(staging: Path) -> str:
     links = [path.relative_to(staging) for path in staging.rglob("*") if path.is_symlink()]
     if links:
         return f"in its folder: {links[0]} is a link, must be a file or folder: write files there"
-    if not (staging / LOG_FILE).is_file():
-        return f"in its folder: {LOG_FILE} is gone, must be the log of the run: leave that file to the runner"
+    if not (staging / _LOG_FILE).is_file():
+        return f"in its folder: {_LOG_FILE} is gone, must be the log of the run: leave that file to the runner"
     cells = cells_that_run(read_notebook(staging / _NOTEBOOK))
     never_ran = [number for number, cell in enumerate(cells, start=1) if cell.execution_count is None]
     if never_ran:
@@ -210,13 +211,30 @@ def _keep_failure(staging: Path, lab: PreparedLab, message: str, details: str) -
             write_page(kept / _NOTEBOOK, kept / _PAGE, message, lab.plotly_js)
         except Exception as error:  # noqa: BLE001 - killed before its first save or in the middle of one, or any content
             note += f"no page was made: {one_line(error)}\n"
-        append_to_log(kept, note)
+        _append_to_log(kept, note)
         return _rename(kept, lab.folder.with_name(f"{lab.folder.name}.failed"))
     finally:
         shutil.rmtree(kept, ignore_errors=True)
 
 
-def append_to_log(folder: Path, text: str) -> None:
+def failed(result: CaseResult, run_folder: Path, error: Exception) -> CaseResult:
+    """Returns a case as failed because of an error, whose traceback goes into the case's ``log.txt``.
+
+    Args:
+        result: The case; its figures are dropped, as the error may lie in them. Its records stay in its folder.
+        run_folder: Holds the case's folder.
+        error: What stopped the case, its judgement or its part of the report.
+    """
+    message = one_line(error, 1000) if isinstance(error, ValueError) else f"{type(error).__name__}: {one_line(error)}"
+    try:
+        (run_folder / result.folder).mkdir(parents=True, exist_ok=True)
+        _append_to_log(run_folder / result.folder, "".join(traceback.format_exception(error)))
+    except OSError as unwritable:
+        message += f" (its log could not be written: {unwritable.strerror})"
+    return replace(result, status="failed", message=message, differences=(), measured=None, baseline=None)
+
+
+def _append_to_log(folder: Path, text: str) -> None:
     """Adds lines to the log of a run."""
-    with (folder / LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace") as log:
+    with (folder / _LOG_FILE).open("a", encoding="utf-8", errors="backslashreplace") as log:
         log.write(text)

@@ -62,7 +62,6 @@ def ranks_figure(
     axis: Axis = "time",
     *,
     above_start: bool = False,
-    pinned: JobRecord | None = None,
 ) -> go.Figure:
     """Draws a small timeline of each rank; all have the same axes, and a line shows the worst rank's peak in each.
 
@@ -72,7 +71,6 @@ def ranks_figure(
         axis: ``"time"`` in milliseconds since each rank's own start, or ``"event"``.
         above_start: Starts the bytes axis at the least that a rank holds throughout the step. What the others hold
             throughout above that is grey.
-        pinned: Another step of the job, whose ranks are drawn as lines over those of the first.
 
     Returns:
         A figure without a fixed width. The uid of each rank's total is ``area-`` and the number of the rank.
@@ -80,7 +78,7 @@ def ranks_figure(
     Raises:
         ValueError: If a rank that finished has no timeline, or pool or axis is none of the choices.
     """
-    return ranks_drawing(job, pool, axis, above_start=above_start, pinned=pinned).figure()
+    return ranks_drawing(job, pool, axis, above_start=above_start, pinned=None).figure()
 
 
 def ranks_drawing(job: JobRecord, pool: str, axis: Axis, *, above_start: bool, pinned: JobRecord | None) -> Drawing:

@@ -73,7 +73,6 @@ def timeline_figure(
     axis: Axis = "time",
     *,
     above_start: bool = True,
-    is_bare: bool = False,
 ) -> go.Figure:
     """Draws the bytes of one step by category, the phases along the axis, and the peak with what made it up.
 
@@ -85,15 +84,14 @@ def timeline_figure(
         above_start: Starts the bytes axis at what the pool held from the step's start to its end, category by category,
             where that is more than a quarter of the peak: parameters and optimizer state would press all else flat. A
             band below the plot says how much is below the axis. False starts the axis at 0.
-        is_bare: Leaves out the title, the legend and the parts of the peak, for a page that has them beside it.
 
     Returns:
-        A figure without a fixed width; a bare one has no fixed height either.
+        A figure without a fixed width.
 
     Raises:
         ValueError: If the record has no timeline, or pool or axis is none of the choices.
     """
-    return timeline_drawing(step, pool, axis, above_start=above_start, is_bare=is_bare).figure()
+    return timeline_drawing(step, pool, axis, above_start=above_start, is_bare=False).figure()
 
 
 def timeline_drawing(

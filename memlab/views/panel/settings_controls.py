@@ -8,7 +8,7 @@ from typing import Any
 
 import ipywidgets
 
-from memlab.config.model_restrictions import without_effect
+from memlab.config import without_effect
 from memlab.config.option import Option
 from memlab.config.settings import MemorySettings
 from memlab.units import format_bytes
@@ -136,7 +136,7 @@ class SettingsControls:
         """Writes a few letters next to each control, in a place of their own; the tooltip has the sentence."""
         reasons = self._state.form.not_applicable(self._state.scenario.architecture)
         settings, run = self._state.settings, self._state.shown
-        idle = without_effect(settings, self._state.scenario.architecture) if settings is not None else {}
+        idle = without_effect.of_settings(settings, self._state.scenario.architecture) if settings is not None else {}
         of_run = {name: self._in_shown_run(name) for name in self.by_name} if run is not None else {}
         for name, control in self.by_name.items():
             reason = reasons.get(name)

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from memlab.config import without_effect
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
-from memlab.config.model_restrictions import check_on_model, not_in_megatron, without_effect
+from memlab.config.model_restrictions import check_on_model, not_in_megatron
 from memlab.config.option import EngineName, Option, options_of, unread
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -174,7 +175,7 @@ class SettingsForm:
                 is_set = self.values[name] != one.default
                 reasons[name] = not_read.get(name) or ("" if is_set else not_in_megatron(one))
         if not architecture.keeps_graph:
-            remedy = without_effect(MemorySettings(checkpoint_input_remedy="detach"), architecture)
+            remedy = without_effect.of_settings(MemorySettings(checkpoint_input_remedy="detach"), architecture)
             reasons["checkpoint_input_remedy"] = remedy["checkpoint_input_remedy"]
         return {name: reason for name, reason in reasons.items() if reason}
 
@@ -202,4 +203,4 @@ def reason_against(field: str, module: str, architecture: Architecture) -> str:
         check_on_model(settings, Scenario.of(architecture))
     except RuleError as error:
         return str(error)
-    return without_effect(settings, architecture).get(f"{field}:{module}", "")
+    return without_effect.of_settings(settings, architecture).get(f"{field}:{module}", "")

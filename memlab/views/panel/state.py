@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import traitlets
 
+from memlab.config import without_effect
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.backend_kind import KINDS, BackendKind
 from memlab.config.option import Rebuilt, options_of
@@ -150,9 +151,9 @@ class LabState(traitlets.HasTraits):
         settings, error_text = None, ""
         self.error_fields = ()
         try:
-            self._idle_options = form.state.without_effect()
+            self._idle_options = without_effect.of_state(form.state)
             scenario = form.scenario(of_lab)
-            self._idle_options = scenario.without_effect()
+            self._idle_options = without_effect.of_scenario(scenario)
             found = form.settings(scenario)
             if scenario.state != of_lab.state:
                 self.error_fields = tuple(options_of(TrainingState))  # of any other error of the check

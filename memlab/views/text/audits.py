@@ -10,7 +10,7 @@ from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.transfer import GROUPS
 from memlab.units import binary_unit, format_bytes
-from memlab.views.text.columns import NAME_WIDTH, SETTING_WIDTH, Block, Table, as_text, ending, in_unit
+from memlab.views.text.columns import NAME_WIDTH, SETTING_WIDTH, Block, Table, ending, in_unit
 from memlab.views.text.record import without_layer_numbers
 
 
@@ -112,11 +112,6 @@ def groups_used_blocks(used: Mapping[str, Sequence[str]]) -> list[Block]:
     return [Table(rows)]
 
 
-def audit_table(*audits: OffloadAudit) -> str:
-    """Writes `offload_blocks` as text, in lines of at most `LINE_WIDTH` characters."""
-    return as_text(offload_blocks(*audits))
-
-
 def offload_blocks(*audits: OffloadAudit) -> list[Block]:
     """Describes where the bytes are that activation offload was expected to free, one row per audit.
 
@@ -126,12 +121,7 @@ def offload_blocks(*audits: OffloadAudit) -> list[Block]:
     Returns:
         A table of the terms that add up to what was expected (terms that are 0 in every row are left out), and what
         refers to the bytes that are still on the device.
-
-    Raises:
-        ValueError: If there is no audit.
     """
-    if not audits:
-        raise ValueError("audit_table got 0 audits, must be at least 1: give it what lab.audit_offload() returned")
     terms = [audit.terms() for audit in audits]
     names = [name for name in terms[0] if name == "saved" or any(row[name] for row in terms)]
     sizes = {

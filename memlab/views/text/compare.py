@@ -10,7 +10,7 @@ from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.record.watch_record import WatchRecord
 from memlab.units import binary_unit, format_bytes
-from memlab.views.text.columns import SETTING_WIDTH, Block, Table, as_text, in_unit
+from memlab.views.text.columns import SETTING_WIDTH, Block, Table, in_unit
 from memlab.views.text.record import module_name, without_state
 from memlab.vocabulary import CATEGORIES
 
@@ -71,11 +71,6 @@ def _differing_states(records: Sequence[StepRecord]) -> list[list[str]]:
     return words
 
 
-def compare_table(*records: StepRecord) -> str:
-    """Writes `compare_blocks` as text, in lines of at most `LINE_WIDTH` characters."""
-    return as_text(compare_blocks(*records))
-
-
 def compare_blocks(*records: StepRecord) -> list[Block]:
     """Describes steps by one row per step; what a step saves is counted from the first row.
 
@@ -86,7 +81,7 @@ def compare_blocks(*records: StepRecord) -> list[Block]:
         ValueError: If there is no record.
     """
     if not records:
-        raise ValueError("compare_table got 0 records, must be at least 1: give it what lab.step() returned")
+        raise ValueError("compare got 0 records, must be at least 1: give it what lab.step() returned")
     names = record_names(records)
     first = records[0]
     saved = [first.peak_allocated_bytes - record.peak_allocated_bytes for record in records]

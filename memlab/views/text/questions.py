@@ -6,6 +6,7 @@ import html
 import math
 import re
 from collections.abc import Mapping
+from string import ascii_lowercase
 
 
 def amount(value: float | str, unit: str = "") -> str:
@@ -16,14 +17,53 @@ def amount(value: float | str, unit: str = "") -> str:
     return f"{digits} {unit}".rstrip()
 
 
+_UNITS = (
+    {"k": 1e3, "thousand": 1e3, "million": 1e6, "billion": 1e9},
+    {"byte": 1, "bytes": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30},
+    {"s": 1, "seconds": 1, "ms": 1e-3},
+)
+"""What may follow the number of a guess: multiples of any unit, and units of one kind each."""
+
+
 def as_number(text: str, unit: str = "") -> float | None:
-    """Reads a guess such as ``175,000``, ``1.5``, ``1,5``, ``60 %`` or ``about 40``; None if it is not a number."""
-    number_alone = re.sub(r"^(about|around|~|≈)\s*", "", text.strip().casefold()).removesuffix(unit.casefold())
+    """Reads a guess such as ``175,000``, ``175k``, ``1,5``, ``60 %`` or ``about 40``; None if it is not a number.
+
+    Args:
+        text: What the reader entered. It may have another unit of the same kind, such as ``171 KiB`` for bytes.
+        unit: Of the question. If that is ``%``, a fraction such as ``5/7`` is a share (71.4 %), and if it is ``of 4``,
+            ``3/4`` is 3.
+    """
+    guess = re.sub(r"^(about|around|~|≈)\s*", "", text.strip().casefold()).removesuffix(unit.casefold()).strip()
+    numerator, slash, denominator = guess.partition("/")
+    if not slash:
+        return _with_unit(guess, unit)
+    upper, lower = _plain_number(numerator), _plain_number(denominator)
+    if upper is None or not lower:
+        return None
+    if unit.startswith("of "):
+        return upper if lower == _plain_number(unit.removeprefix("of ")) else None
+    return upper / lower * (100 if unit == "%" and "%" not in text else 1)
+
+
+def _with_unit(guess: str, unit: str) -> float | None:
+    asked, _, per = unit.casefold().partition(" per ")
+    guess = guess.removesuffix(f" per {per}")
+    digits = guess.rstrip(ascii_lowercase)
+    letters = guess[len(digits) :]
+    for units in _UNITS:
+        if letters in units and (units is _UNITS[0] or asked in units):
+            number = _plain_number(digits)
+            return None if number is None else number * units[letters] / units.get(asked, 1)
+    return _plain_number(guess)
+
+
+def _plain_number(text: str) -> float | None:
+    text = text.replace(" ", "")
     # A comma before three digits separates thousands; any other single comma is a decimal comma.
-    if not re.fullmatch(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?", number_alone.replace(" ", "")):
-        number_alone = number_alone.replace(",", ".")
+    if not re.fullmatch(r"[-+]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?", text):
+        text = text.replace(",", ".")
     try:
-        number = float(number_alone.replace(",", "").replace(" ", ""))
+        number = float(text.replace(",", ""))
     except ValueError:
         return None
     return number if math.isfinite(number) else None
@@ -33,7 +73,8 @@ def guess_and_result(guessed: str, result: float | str, unit: str = "", question
     """Says in one line what the result is, what was guessed, and how far the guess is off.
 
     A guess in words is right if its words are those of the result, and wrong if it is another of the answers that the
-    question names. Whether other words mean the same as the result, the reader decides.
+    question names, or says of the result that it is not so. Whether other words mean the same as the result, the reader
+    decides.
     """
     shown = f"result: {amount(result, unit)}"
     if not guessed.strip():
@@ -42,27 +83,38 @@ def guess_and_result(guessed: str, result: float | str, unit: str = "", question
         return f"{shown}; your guess: {guessed.strip()}{_verdict(guessed, result, question)}"
     number = as_number(guessed, unit)
     if number is None:
-        action = f"enter a number in {unit}" if unit and re.match(r"\W*\d", guessed) else "enter a number"
+        names_unit = unit and not unit.startswith("of ") and re.match(r"\W*\d", guessed)
+        action = f"enter a number in {unit}" if names_unit else "enter a number"
         return f"{shown}; your guess: {guessed.strip()} ({action} to compare the two)"
     return f"{shown}; your guess: {amount(number, unit)}{_distance(number, result, unit)}"
 
 
-_FILLERS = {"a", "an", "at", "in", "is", "it", "the"}
+_FILLERS = {"", "a", "an", "at", "do", "in", "is", "it", "the"}
+_NEGATIONS = {"not", "never", "cannot", "neither", "nor", "except", "but", "without"}
+_SPELLINGS = {"y": "yes", "n": "no", "does": "do"}
 
 
 def _verdict(guessed: str, result: str, question: str) -> str:
-    # A singular names the same answer as its plural.
-    in_order = [
-        [word.removesuffix("s") for word in re.findall(r"\w+", text.casefold())] for text in (guessed, result, question)
-    ]
+    in_order = [_words(text) for text in (guessed, result, question)]
     guess, right, asked = (set(words) - _FILLERS for words in in_order)
-    if "not" in guess - right:
+    if not guess:
         return ""
+    if bool(guess & _NEGATIONS) != bool(right & _NEGATIONS):
+        opposite = guess - _NEGATIONS <= right - _NEGATIONS or guess <= asked
+        return " (wrong)" if opposite else ""
     own, other = ("".join(words).replace("_", "") for words in in_order[:2])
     is_one_word = own == other  # handover, hand over and hand_over
-    if guess and (is_one_word or guess <= right or (right <= guess and not (guess - right) & asked)):
-        return " (right)"
-    return " (wrong)" if guess and guess <= asked else ""
+    names_it = right <= guess and not (guess - right) & (asked | {"or"})
+    if is_one_word or names_it or guess <= right:
+        # The word "rank" alone does not say which one.
+        return " (right)" if all(word in guess for word in right if word.isdigit()) else ""
+    return " (wrong)" if guess <= asked else ""
+
+
+def _words(text: str) -> list[str]:
+    # A singular names the same answer as its plural.
+    words = re.findall(r"\w+", re.sub(r"n['\u2019]t\b", " not", text.casefold()))
+    return [_SPELLINGS.get(word, word).removesuffix("s") for word in words]
 
 
 def _distance(number: float, result: float, unit: str) -> str:

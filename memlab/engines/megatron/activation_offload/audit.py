@@ -19,8 +19,8 @@ import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
 
 from memlab.config.scenario import Scenario
+from memlab.engines.megatron.activation_offload.storage_holders import find_holders
 from memlab.engines.megatron.build import LiveModel
-from memlab.engines.megatron.retention.storage_holders import find_holders
 from memlab.record.offload_audit import (
     ModuleAccount,
     OffloadAudit,

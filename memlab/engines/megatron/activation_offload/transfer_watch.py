@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
 
-from memlab.config.model_restrictions import without_checkpoints, without_effect, without_layers_on_rank
+from memlab.config import without_effect
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.meter.labels import keeping
@@ -71,11 +71,13 @@ class OffloadWatch:
     def without_effect(self, scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
         """Returns the reason by ``offload_modules:name``, for each module that transferred nothing in this step.
 
-        Some reasons follow from settings and architecture (`model_restrictions.without_effect`); the others only from a
+        Some reasons follow from settings and architecture (`memlab.config.without_effect`); the others only from a
         step.
         """
-        reasons = without_effect(settings, scenario.architecture) | without_layers_on_rank(settings, scenario)
-        reasons |= without_checkpoints(settings, scenario)
+        reasons = without_effect.of_settings(settings, scenario.architecture) | without_effect.on_this_rank(
+            settings, scenario
+        )
+        reasons |= without_effect.of_full_recompute(settings, scenario)
         fraction, delta = settings.activation_offload_fraction, settings.delta_offload_bytes_across_pp_ranks
         if settings.offload_modules and delta and scenario.layout.pipeline_stage == 0:
             reasons["delta_offload_bytes_across_pp_ranks"] = (

@@ -10,16 +10,14 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from memlab.allocator.rules import MIN_BLOCK_BYTES
 from memlab.atomic_files import written_aside
+from memlab.record.timeline import Timeline
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
-
-if TYPE_CHECKING:
-    from memlab.record.timeline import Timeline
 
 _DEVICE, _PENDING = POOLS.index("device"), POOLS.index("pending_free")
 _BASE_ADDRESS = 0x7F0000000000

@@ -10,9 +10,9 @@ import torch
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.engines.protocol import Engine
-from memlab.engines.residency.audit import audit_residency
 from memlab.engines.residency.own_gradient_moves import Move, OwnGradientMoves
 from memlab.engines.residency.residency import Residency, groups_on_host
+from memlab.lab.residency_audit import audit_residency
 from memlab.meter.protocol import Meter
 from memlab.record.residency_audit import RequestedPlacement, ResidencyAudit
 from memlab.record.transfer import GROUPS, Action, Transfer
