@@ -657,7 +657,6 @@ def latent_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
     alone, narrow = "one rank", {"moe_latent_size": 1024, "num_moe_experts": 32}
     yield from of(QWEN, 2, alone, {}, FULL, recompute("moe_act"), EXPERTS, config=narrow)
     yield from of(QWEN, 2, alone, num_microbatches=3, config=narrow)
-    yield from of(QWEN, 2, alone, config=narrow, state=lora(16))
     yield from of(QWEN, 2, alone, config=narrow, state=TENSORWISE)
     yield from of(MOONLIGHT, 3, alone, {}, FULL, config={"moe_latent_size": 512, "num_moe_experts": 16})
 

@@ -414,8 +414,8 @@ def test_a_predicted_step_has_the_latent_experts_of_the_measured_one() -> None:
     """Four jobs were measured after the code was written: starts are within 0.015 %, peaks within 0.02 %."""
     row = json.loads((RESULTS / "h200_plain_megatron_latent_experts.jsonl").read_text().splitlines()[0])
     measured, predicted = row["ranks"][0]["steps"][-1], predict_rank(row, 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1e-4)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-4)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=2e-4)
 
 
 OF_MAMBA = [json.loads(row) for row in (RESULTS / "h200_plain_megatron_mamba.jsonl").read_text().splitlines()]
