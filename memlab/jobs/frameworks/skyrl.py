@@ -9,6 +9,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.adapters import adapter_keys
 from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
@@ -71,12 +72,12 @@ KEYS = (
     Key("trainer.max_prompt_length", "prompt_length", WHOLE, 512),
     Key("generator.max_input_length", "input_length", WHOLE, None),
     Key("generator.sampling_params.max_generate_length", "response_length", WHOLE, 1024),
+    Key("trainer.algorithm.use_entropy_loss", "entropy_loss", SWITCH, False),
     *adapter_keys("trainer.policy.model.lora", **ADAPTERS),
     Key(f"{_MEGATRON}.lora_config.lora_type", "kind_of_adapters", TEXT, "lora"),
 )
 FRAMEWORK_MISSING = (
     Missing("trainer.bf16", "more", "memlab predicts SkyRL's jobs in bf16 only", is_false),
-    Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
     Missing("trainer.fused_lm_head_logprob", "less", "log-probabilities without whole logits"),
     Missing("trainer.mtp.enabled", "more", "multi-token prediction: one more layer and set of logits"),
     Missing("trainer.policy.model.fake_int4_qat.enabled", "either", "weights are quantized in forward"),
@@ -104,15 +105,14 @@ def complete(reading: Reading) -> None:
     note_replaced_values(reading, f"{_MEGATRON}.model_config_kwargs")
     if not values.pop("is_checkpointing"):
         values["recompute_granularity"] = None
+    _note_parts_of_entropy(reading)
     is_flash = values.pop("is_flash")
     values["attention_backend"] = values.get("attention_backend") or ("flash" if is_flash else "fused")
     is_colocated = values.pop("is_colocated")
     values["offload_parameters"] = values["offload_gradients"] = values["offload_optimizer"] = is_colocated
     if values["expandable_segments"]:
         note_segments(reading, "trainer.use_expandable_segments")
-    # Of several turns, each begins with at most the input length (skyrl_gym_generator.py).
-    prompt = values.pop("prompt_length")
-    longest = (values.pop("input_length") or prompt) + values.pop("response_length")
+    longest = longest_row(reading)
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, rows = values.pop("tokens_per_rank"), values.pop("log_prob_micro_batch_size")
     removes_padding = values.pop("removes_padding")
@@ -144,11 +144,49 @@ def complete(reading: Reading) -> None:
     drop_single_chunk(values)
 
 
+def longest_row(reading: Reading) -> int:
+    """Returns the tokens of the longest sequence, from the keys of lengths.
+
+    Of several turns, each begins with at most the input length (skyrl_gym_generator.py). Agents of Harbor read neither
+    length: their programs ask for the whole one (``main_harbor.py`` in examples/train_integrations/harbor, a9564572).
+    """
+    values, program = reading.values, reading.entries.program
+    steps = "generator.step_wise_trajectories"
+    if reading.get(steps) is True:  # ``merge_stepwise_output`` joins those of which one begins with another
+        reading.known.add(steps)
+        reading.warnings.append(
+            f"{steps}: each step of an answer is a sequence, so the number of micro-batches depends on the data; "
+            "memlab predicts one sequence for each answer; more of them need no more memory, unless experts are spread "
+            "over ranks"
+        )
+    prompt = values.pop("prompt_length")
+    longest: int = (values.pop("input_length") or prompt) + values.pop("response_length")
+    if program is None or "harbor" not in str(program.value):
+        return longest
+    key = "trainer.algorithm.max_seq_len"
+    whole = reading.get(key)
+    if not is_whole_number(whole):
+        reading.known.add(key)
+        reading.questions.append(
+            f"{key} is not in the file, and Harbor's program refuses a job without it: give --set {key}=TOKENS"
+        )
+        return longest
+    reading.take(key, "longest", whole)
+    return int(values.pop("longest"))
+
+
 def compares(reading: Reading) -> bool:
     """Whether a penalty compares the policy with a reference model."""
     algorithm = "trainer.algorithm"
     compares = [reading.get(f"{algorithm}.use_kl_loss", default=True), reading.get(f"{algorithm}.use_kl_in_reward")]
     return any(compares)
+
+
+def _note_parts_of_entropy(reading: Reading) -> None:
+    """Notes where an entropy in the loss is computed in other parts of the tokens than memlab's."""
+    for key, default in (("trainer.vocab_entropy_chunk_size", 0), ("trainer.vocab_entropy_chunk_memory_mb", 512)):
+        if reading.values["entropy_loss"] and reading.get(key, default) != default:
+            reading.miss(key, "either", "the entropy in the loss has other parts of the tokens at once")
 
 
 def note_skipped_passes(reading: Reading) -> None:
@@ -225,7 +263,7 @@ SKYRL = Framework(
     fixed=FIXED,
     packs=is_packed,
     padding_in_fp8=padding_in_fp8,
-    cannot_write=CANNOT_WRITE
+    cannot_write={name: reason for name, reason in CANNOT_WRITE.items() if name != "entropy_loss"}
     | {"allocator": "with trainer.use_expandable_segments=false, set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     without_own_key=frozenset(("offload_parameters", "offload_gradients", "offload_optimizer")),
     cannot_write_of=cannot_write,
