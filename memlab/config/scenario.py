@@ -306,7 +306,7 @@ class Scenario:
         if self.architecture.hybrid_override_pattern is None:
             return
         state, others = self.state, {"packed_sequences": self.packed_sequences is not None}
-        others |= {"context_parallel_size": self.layout.context_parallel_size > 1, "lora_rank": state.lora is not None}
+        others |= {"context_parallel_size": self.layout.context_parallel_size > 1}
         others |= {"mtp_num_layers": bool(state.mtp_num_layers), "cuda_graph_impl": state.cuda_graph_impl != "none"}
         others |= {"transformer_impl": state.transformer_impl == "local", "fp8_format": state.fp8_format is not None}
         for name, is_on in others.items():
@@ -1082,6 +1082,12 @@ class Scenario:
                 f"{self.state.moe_token_dispatcher_type!r}, must have alltoall by a rule of Megatron-Core: choose "
                 "alltoall, or leave moe_shared_expert_overlap out",
                 *("moe_shared_expert_overlap", "moe_token_dispatcher_type"),
+            )
+        if self.architecture.moe_latent_size:
+            raise RuleError(
+                f"moe_shared_expert_overlap is True with moe_latent_size {self.architecture.moe_latent_size}, which "
+                "Megatron-Core does not have together: leave moe_shared_expert_overlap out",
+                "moe_shared_expert_overlap",
             )
         has_adapters = any(".shared_experts." in name for _, name in self.linears_with_adapters())
         if has_adapters and self.layout.tensor_model_parallel_size > 1:

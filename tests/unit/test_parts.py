@@ -42,7 +42,9 @@ MODELS = [
         "qwen3-moe-tiny",
     )
 ]
-MODELS += [replace(MODELS[-1], name="dense first", moe_layer_freq=(0, 1, 1, 1))]
+LATENT_EXPERTS = replace(MODELS[-1], name="latent experts", moe_latent_size=48)
+MODELS += [LATENT_EXPERTS]
+MODELS += [replace(MODELS[-2], name="dense first", moe_layer_freq=(0, 1, 1, 1))]
 MODELS += [replace(MODELS[-1], name="every second", moe_layer_freq=(1, 0, 1, 0))]
 PRECISION_AWARE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 SPREAD = Layout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, expert_model_parallel_size=2, rank=1)
