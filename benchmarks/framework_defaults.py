@@ -296,6 +296,8 @@ def _beneath(transformer: str, ddp_key: str | None, optimizer: str) -> dict[str,
         _for(
             "the published model's own config sets it", "attention_dropout", "position_embedding_type",
             "share_embeddings_and_output_weights", "qk_layernorm", "moe_router_topk", "softmax_type",
+            "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+            "linear_num_value_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups",
             prefix=f"{transformer}.",
         )
         | _for(_OF_LATENT_ATTENTION, *_LATENT, prefix=f"{transformer}.")
@@ -304,9 +306,7 @@ def _beneath(transformer: str, ddp_key: str | None, optimizer: str) -> dict[str,
             prefix=f"{transformer}.",
         )
         | _for("experts in every layer, as without a value", f"{transformer}.moe_layer_freq")
-        | _for(
-            "of hybrid models' providers", "hybrid_layer_pattern", "hybrid_override_pattern", prefix=f"{transformer}."
-        )
+        | _for("of hybrid models' providers", "hybrid_override_pattern", prefix=f"{transformer}.")
         | _for(
             "of the providers of Llama 3.1 and of layers of different shapes, and of the base class of providers",
             "low_freq_factor", "high_freq_factor", "old_context_len", "scale_factor",
