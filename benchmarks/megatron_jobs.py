@@ -426,6 +426,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "moe_router_group_topk": 1,
         "moe_router_topk_scaling_factor": 2.5,
     },
+    # https://huggingface.co/nvidia/Nemotron-Mini-4B-Instruct/blob/main/config.json
+    "nemotron-mini-4b": {
+        "hidden_size": 3072,
+        "ffn_hidden_size": 9216,
+        "num_attention_heads": 24,
+        "num_query_groups": 8,
+        "kv_channels": 128,
+        "normalization": "LayerNorm",
+        "gated_linear_unit": False,
+        "layernorm_epsilon": 1e-5,
+    },
 }
 """Fields of Megatron's ``TransformerConfig``."""
 HYBRIDS = {
@@ -454,6 +465,7 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
         "position_embedding_type": "learned_absolute",
         "share_embeddings_and_output_weights": True,
     },
+    "nemotron-mini-4b": {"vocab_size": 256000, "rotary_base": 10000, "rotary_percent": 0.5},
     # The rotary embedding of latent attention has its base from the config.
     "moonlight-16b-a3b": {"vocab_size": 163840},
     "deepseek-v2-lite": {"vocab_size": 102400},
@@ -548,7 +560,7 @@ class Job:
 QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, GPT, *_OF_EXPERTS = MODELS
 MOONLIGHT, LITE, V3, QWEN_MOE, MIXTRAL, GLM, GPT_OSS, MINIMAX, OLMOE, *_OTHERS = _OF_EXPERTS
 LLAMA_3B, MISTRAL, QWEN2_HALF, QWEN2_3B, QWEN_HALF, QWEN_2B, QWEN_14B, *_OF_LINEAR_ATTENTION = _OTHERS
-QWEN_NEXT, QWEN35_4B, QWEN35_9B, NEMOTRON_H, NANO_9B, NANO_30B = _OF_LINEAR_ATTENTION
+QWEN_NEXT, QWEN35_4B, QWEN35_9B, NEMOTRON_H, NANO_9B, NANO_30B, NEMOTRON_MINI = _OF_LINEAR_ATTENTION
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",

@@ -46,7 +46,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from benchmarks.megatron_jobs import EMBEDDINGS, HYBRIDS, LAYERS, MODELS, Job
+from benchmarks.megatron_jobs import EMBEDDINGS, HYBRIDS, LAYERS, MODELS, NEMOTRON_MINI, Job
 from benchmarks.megatron_passes import Forward, Head, forward_of, frozen
 
 NUM_STEPS = 4
@@ -245,7 +245,7 @@ def transformer_config(job: Job) -> TransformerConfig:
     }
     is_gated = values["gated_linear_unit"]
     values["activation_func"] = torch.nn.functional.silu if is_gated else torch.nn.functional.gelu
-    if job.model in HYBRIDS:  # Megatron-Core has no fused squared ReLU
+    if job.model in (*HYBRIDS, NEMOTRON_MINI):  # Megatron-Core has no fused squared ReLU
         values |= {"activation_func": squared_relu, "bias_activation_fusion": False}
     if "glu_linear_offset" in values:
         # The object that the config compares with: memlab's stand-ins replace compiled functions.

@@ -66,6 +66,7 @@ _OPTIONS_OF_STATE = (
     "moe_router_load_balancing_type",
     "moe_shared_expert_overlap",
     "calculate_per_token_loss",
+    "bias_activation_fusion",
 )
 """Fields of Megatron's config of the model that memlab has in its training state."""
 _WITHOUT_EFFECT = ("moe_router_bias_update_rate",)

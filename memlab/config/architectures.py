@@ -34,7 +34,7 @@ Family = Literal[
     "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
     "kimi_k2", "glm4_moe", "gpt2", "gpt_oss",
     "minimax_m2", "olmoe", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "glm", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h",
+    "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron",
 ]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
@@ -278,8 +278,6 @@ class Architecture:
                 f"{name} is {shortened(pattern)}, must have one of {' '.join(_KINDS)} for each of {self.num_layers} "
                 "layers: correct it"
             )
-        if "M" not in pattern:
-            raise ValueError(f"{name} is {shortened(pattern)}, must have M, for a layer of Mamba: correct it")
         if "E" in pattern and self.num_moe_experts is None:
             raise ValueError(f"{name} has E, must have it only in a model with experts: give num_moe_experts")
         others = {"moe_layer_freq": self.moe_layer_freq, "multi_latent_attention": self.multi_latent_attention}
@@ -583,6 +581,11 @@ _DEEPSEEK_V3 = _NO_AUX | {
     "layernorm_epsilon": 1e-6, "moe_router_num_groups": 8, "moe_router_group_topk": 4,
     "moe_router_topk_scaling_factor": 2.5,
 }  # fmt: skip
+_NEMOTRON: dict[str, Any] = {
+    "family": "nemotron", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 256000, "rotary_base": 10000.0,
+    "rotary_percent": 0.5, "layernorm_epsilon": 1e-5, "normalization": "LayerNorm", "gated_linear_unit": False,
+    "squared_relu": True,
+}  # fmt: skip
 _HYBRID: dict[str, Any] = {
     "family": "nemotron_h", "num_query_groups": 8, "kv_channels": 128, "vocab_size": 131072, "rotary_base": 10000.0,
     "layernorm_epsilon": 1e-5, "position_embedding_type": "none", "gated_linear_unit": False, "squared_relu": True,
@@ -770,6 +773,13 @@ ARCHITECTURES: dict[str, Architecture] = {
                                         "kv_lora_rank": 32, "qk_head_dim": 32, "qk_pos_emb_head_dim": 16,
                                         "v_head_dim": 32, "moe_router_topk": 4, "moe_router_num_groups": 4,
                                         "moe_router_group_topk": 2})),
+        # https://huggingface.co/nvidia/Nemotron-Mini-4B-Instruct/blob/main/config.json, https://arxiv.org/abs/2407.14679
+        # (Minitron), https://arxiv.org/abs/2402.16819 (15B) and https://arxiv.org/abs/2406.11704 (340B)
+        _row("nemotron-mini-4b", 32, 3072, 9216, 24, **_NEMOTRON),
+        _row("minitron-8b", 32, 4096, 16384, 48, **_NEMOTRON),
+        _row("nemotron-4-15b", 32, 6144, 24576, 48, **_NEMOTRON),
+        _row("nemotron-4-340b", 96, 18432, 73728, 96, **(_NEMOTRON | {"kv_channels": 192})),
+        _row("nemotron-tiny", 4, 128, 512, 4, **(_NEMOTRON | _TINY)),
         # https://huggingface.co/nvidia/Nemotron-H-8B-Base-8K/blob/main/config.json, and likewise, as in
         # src/megatron/bridge/models/nemotronh/nemotron_h_provider.py of Megatron-Bridge 0.3.1
         _row("nemotron-h-4b", 52, 3072, 12288, 32, mamba_num_heads=112,
@@ -855,6 +865,9 @@ HUGGING_FACE_NAMES = {
     "granite-3.3-2b": "ibm-granite/granite-3.3-2b-instruct",
     "olmo-2-1b": "allenai/OLMo-2-0425-1B",
     "glm-4-9b": "zai-org/glm-4-9b-hf",
+    "nemotron-mini-4b": "nvidia/Nemotron-Mini-4B-Instruct",
+    "minitron-8b": "nvidia/Minitron-8B-Base",
+    "nemotron-4-340b": "nvidia/Nemotron-4-340B-Base",
     "nemotron-h-4b": "nvidia/Nemotron-H-4B-Base-8K",
     "nemotron-h-8b": "nvidia/Nemotron-H-8B-Base-8K",
     "nemotron-h-47b": "nvidia/Nemotron-H-47B-Base-8K",
@@ -890,6 +903,7 @@ SAME_SIZES = {
     **{f"nemotron-h-{size}b{words}": f"nemotron-h-{size}b" for size in (4, 8, 47, 56) for words in ("-base-8k", "-8k")},
     **{f"nvidia-nemotron-nano-{size}b-v2": f"nemotron-nano-v2-{size}b" for size in (9, 12)},
     "nvidia-nemotron-3-nano-4b": "nemotron-3-nano-4b",
+    "minitron-4b": "nemotron-mini-4b",
     **{f"nvidia-nemotron-{name}-30b-a3b": "nemotron-3-nano-30b" for name in ("3-nano", "3.5-lightning")},
     "llama-3.1-nemotron-nano-8b-v1": "llama-3.1-8b",
     "qwq-32b": "qwen2.5-32b",

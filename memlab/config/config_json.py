@@ -54,6 +54,8 @@ class ModelType:
     """The only soft caps of attention scores and of logits that memlab has of it."""
     expert_bias: bool = False
     """Whether its router has a bias of each expert, whatever the fields say."""
+    has_squared_relu: bool = False
+    """Whether it is of Nemotron's kind: LayerNorm, and MLPs of squared ReLU without a gate, in all layers."""
     is_hybrid: bool = False
     """Whether a pattern says which layers are Mamba, attention, an MLP of squared ReLU, or experts of it."""
     first_k_dense_replace: int = 0

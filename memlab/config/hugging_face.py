@@ -65,6 +65,7 @@ _MODEL_TYPES = {
     "glm": ModelType(
         num_key_value_heads=2, head_dim=128, qkv_bias_field="attention_bias", has_qkv_bias=True, rotary_percent=0.5
     ),
+    "nemotron": ModelType(rotary_percent=0.5, has_squared_relu=True),
     "nemotron_h": ModelType(
         num_key_value_heads=8,
         head_dim=128,
@@ -141,21 +142,22 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
     share = ConfigJson(rope).number("partial_rotary_factor", default=kind.rotary_percent)
     if "rotary_dim" in config and kind.norms_all_heads:
         share = fields.whole("rotary_dim") / fields.whole("head_dim", default=kind.head_dim)
+    epsilon = "layer_norm_epsilon" if kind.is_hybrid else "norm_eps" if kind.has_squared_relu else "rms_norm_eps"
     read: dict[str, Any] = {
         "family": name,
         "num_layers": fields.whole("num_hidden_layers"),
         "vocab_size": fields.whole("vocab_size"),
         "rotary_base": fields.number("rope_theta", default=base),
         "rotary_percent": fields.number("partial_rotary_factor", default=share),
-        "layernorm_epsilon": fields.number(
-            "layer_norm_epsilon" if kind.is_hybrid else "rms_norm_eps", default=1e-5 if kind.is_hybrid else None
-        ),
+        "layernorm_epsilon": fields.number(epsilon, default=None if epsilon == "rms_norm_eps" else 1e-5),
         "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", default=kind.is_gemma),
     }
     attention = LatentAttention if kind.multi_latent_attention else GroupedQueryAttention
     if kind.has_delta_net:
         read |= {"attention_output_gate": True, "linear_attention_freq": _linear_layers(fields)}
         read |= GatedDeltaNet.of_config(fields, kind)
+    if kind.has_squared_relu:
+        read |= {"normalization": "LayerNorm", "gated_linear_unit": False, "squared_relu": True}
     pattern = _kinds_of_layers(fields) if kind.is_hybrid else None
     has_experts = kind.experts is not None and (pattern is None or "E" in pattern)
     for part in (attention, Dense, *([Experts] if has_experts else [])):
@@ -235,7 +237,8 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
     """
     config = fields.values
     zero = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
-    modelled: dict[str, tuple[Any, ...]] = {"hidden_act": ("silu",)} | dict.fromkeys(zero, (0, None))
+    modelled: dict[str, tuple[Any, ...]] = dict.fromkeys(zero, (0, None))
+    modelled["hidden_act"] = ("relu2" if kind.has_squared_relu else "silu",)
     if kind.norms_all_heads_fused:
         modelled["clip_qkv"] = (None,)
     if kind.is_gemma:

@@ -47,7 +47,7 @@ ReferenceModel = Literal["none", "copy", "without_adapters"]
 Fp8Format = Literal["e4m3", "hybrid"]
 Fp8Recipe = Literal["delayed", "tensorwise", "blockwise", "mxfp8"]
 
-HAVE_ENTROPY = ("vocab_parallel_cross_entropy", "softmax", "scaled_softmax")
+HAVE_ENTROPY = ("logprobs", "vocab_parallel_cross_entropy", "softmax", "scaled_softmax")
 """Losses that read `entropy_loss`."""
 READ_CHUNK_SIZE = ("logprobs", "logprobs_one_hot", "logprobs_by_sequence", "softmax", "scaled_softmax", "topk_logits")
 """Losses that read `logprobs_chunk_size`; of `topk_logits`, the teacher's pass does, and not the student's step."""
@@ -285,8 +285,8 @@ class TrainingState:
     temporaries are not at a peak."""
     entropy_loss: bool = option(
         False,
-        "with the losses vocab_parallel_cross_entropy, softmax and scaled_softmax: subtract a part of the logits' "
-        "entropy from the loss, and keep what its gradient needs",
+        "with the losses logprobs, vocab_parallel_cross_entropy, softmax and scaled_softmax: subtract a part of the "
+        "logits' entropy from the loss, and keep what its gradient needs",
         **_LOSS_OF_FEW,
     )
     entropy_chunk_size: int | None = option(

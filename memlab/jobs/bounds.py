@@ -77,16 +77,14 @@ def _entropy_of_chunk_bytes(scenario: Scenario, chunk: int = 1024) -> int:
 
 
 def _entropy_of_skyrl_bytes(scenario: Scenario) -> int:
-    """Returns what SkyRL's entropy takes at most beside the log-probabilities.
+    """Returns what SkyRL's entropy in the loss takes at most beside the log-probabilities.
 
-    With Megatron its chunks keep their probabilities, and each of their gradients is spread over all logits before it
+    Its chunks keep their probabilities, and each of their gradients is spread over all logits before it
     is added to the others': two tensors like the logits in fp32 at the peak of backward. Where log-probabilities are
     computed whole, they need no logits in backward, but the entropy keeps them: a third one
     (``_VocabParallelEntropy`` and ``vocab_parallel_entropy_weighted_sum`` in
     skyrl/backends/skyrl_train/distributed/megatron/model_utils.py, a9564572).
     """
-    if scenario.engine != "megatron":
-        return _entropy_bytes(scenario)
     return (2 + (scenario.state.logprobs_chunk_size is None)) * 4 * _logits(scenario)
 
 
@@ -323,8 +321,8 @@ def _newer_delta_net_bytes(scenario: Scenario) -> int | None:
         return None
     tokens = scenario.micro_batch_size * scenario.seq_length // ranks
     layers = model.kinds_of(scenario.layers_of_rank)[part] * scenario.most_passes_in_flight
-    kept = 2 * part.convolved_width + 8 * part.linear_num_value_heads
-    return tokens * (layers * kept + 3 * 2 * part.convolved_width)
+    convolved = (2 if scenario.dtype == "bf16" else 4) * part.convolved_width
+    return tokens * (layers * (convolved + 8 * part.linear_num_value_heads) + 3 * convolved)
 
 
 def _whole_embedding_bytes(scenario: Scenario) -> int:
@@ -371,7 +369,8 @@ BOUNDS: dict[str, Callable[[Scenario], int | None]] = {
         _mask_bytes,
     ),
     **dict.fromkeys(("entropy_coeff", "calculate_entropy", "calculate_sum_pi_squared"), _entropy_bytes),
-    "use_entropy_loss": _entropy_of_skyrl_bytes,
+    "use_entropy_loss": _entropy_bytes,
+    **dict.fromkeys(("vocab_entropy_chunk_size", "vocab_entropy_chunk_memory_mb"), _entropy_of_skyrl_bytes),
     **dict.fromkeys(
         ("router_replay.mode", "router_replay.enabled", "moe_enable_routing_replay"), _replayed_routing_bytes
     ),

@@ -173,6 +173,19 @@ _PUBLISHED = {"OlMoEModelProvider": "allenai/OLMoE-1B-7B-0125"}
 """Classes of a single model, whose defaults are its sizes (``models/`` of main of August 2026)."""
 
 
+_LAYERS_OF_CLASS: dict[str, dict[str, Any]] = {
+    "GPTModelProvider": {
+        "normalization": "LayerNorm",
+        "gated_linear_unit": False,
+        "activation_func": "torch.nn.functional.gelu",
+        "add_bias_linear": True,
+        "position_embedding_type": "learned_absolute",
+        "share_embeddings_and_output_weights": True,
+    }
+}
+"""What layers consist of by the defaults of a class of models of any sizes (``models/gpt_provider.py``, 067f987d)."""
+
+
 def _auto_bridge(_cls: Any, name: Any, *_: Any, **__: Any) -> Section:
     return Section("AutoBridge", {"hf_model_id": name})
 
@@ -230,7 +243,8 @@ def _entries(key: str, value: Any, line: Line | None) -> Iterator[tuple[str, Any
                 yield key, UNKNOWN_TEXT, line
             if key == "peft":
                 yield "peft._target_", value.of or UNKNOWN_TEXT, line
-            of_class = defaults_of_class((value.of or "").rpartition(".")[2])
+            kind = (value.of or "").rpartition(".")[2]
+            of_class = defaults_of_class(kind) | _LAYERS_OF_CLASS.get(kind, {})
             for name in of_class.keys() - value.all_set().keys():
                 yield f"{key}.{name}", of_class[name], line
             yield from _flat(value, f"{key}.", line)

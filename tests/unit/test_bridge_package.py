@@ -259,3 +259,25 @@ def test_the_class_of_a_single_model_names_it(checkout: Path) -> None:
     assert scenario.architecture.name == "olmoe-1b-7b"
     assert scenario.layout.expert_model_parallel_size == 8
     assert scenario.state.moe_router_load_balancing_type == "seq_aux_loss"
+
+
+def test_the_class_of_models_of_any_sizes_decides_what_layers_consist_of(checkout: Path) -> None:
+    files = {
+        "models/gpt_provider.py": "class GPTModelProvider:\n    num_layers: int = None\n",
+        "recipes/gpt/h100/gpt3.py": (
+            "from megatron.bridge.models.gpt_provider import GPTModelProvider\n"
+            "from megatron.bridge.recipes.common import _pretrain_common\n"
+            "def gpt3_pretrain_1gpu_h100_bf16_config():\n    cfg = _pretrain_common()\n"
+            "    cfg.tokenizer.tokenizer_type, cfg.tokenizer.vocab_size = 'NullTokenizer', 50250\n"
+            "    cfg.model = GPTModelProvider(num_layers=2, hidden_size=64, num_attention_heads=4, seq_length=512)\n    return cfg\n"
+        ),
+    }
+    for name, text in files.items():
+        path = checkout / "src/megatron/bridge" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    recipe = "src/megatron/bridge/recipes/gpt/h100/gpt3.py::gpt3_pretrain_1gpu_h100_bf16_config"
+    model = Job.read(checkout / recipe).required()[0].architecture
+    assert (model.normalization, model.gated_linear_unit, model.add_bias_linear) == ("LayerNorm", False, True)
+    assert (model.position_embedding_type, model.max_position_embeddings) == ("learned_absolute", 512)
+    assert (model.share_embeddings_and_output_weights, model.vocab_size) == (True, 50304)

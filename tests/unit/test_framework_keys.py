@@ -68,7 +68,11 @@ def test_bridges_qwen_models_have_the_unfused_activation_and_verl_fuses_gradient
     ("framework", "key", "num_bytes"),
     [
         ("verl", f"{_ACTOR}.calculate_sum_pi_squared=True", 4 * 4 * 4096 * 151_936 // 2),
-        ("skyrl", "trainer.algorithm.use_entropy_loss=true", 2 * 4 * 4096 * 151_936 // 2),
+        (
+            "skyrl",
+            "trainer.vocab_entropy_chunk_size=64 trainer.algorithm.use_entropy_loss=true",
+            2 * 4 * 4096 * 151_936 // 2,
+        ),
         ("verl", f"{_ACTOR}.megatron.router_replay.mode=R3", 2 * 8 * 4096 * 8 * 48 * (2 // 2 + 1)),
     ],
 )

@@ -141,6 +141,8 @@ def test_a_distillation_has_as_many_logits_of_its_teacher_as_the_job_says(tmp_pa
             f"{_VERL} actor_rollout_ref.actor.entropy_coeff=0.01 {_CHUNKED_ENTROPY}=True",
             True, set(),
         ),
+        (f"{_SKYRL} trainer.algorithm.use_entropy_loss=true", True, set()),
+        (f"{_SKYRL} trainer.algorithm.use_entropy_loss=false trainer.vocab_entropy_chunk_size=64", False, set()),
         (f"{_SLIME} --micro-batch-size 2 --entropy-coef 0.01", True, set()),
         (f"{_SLIME} --micro-batch-size 2 --entropy-coef 0.0", False, set()),
         (f"{_SLIME} --micro-batch-size 2 --entropy-coef 0.01 --rollout-top-p 0.9", True, {"entropy_coef", "rollout_top_p"}),

@@ -202,3 +202,34 @@ def test_chunks_that_do_not_divide_into_stages_are_refused(tmp_path: Path) -> No
     job = _script(tmp_path, "--hybrid-layer-pattern 'MM|MM|MM' --pipeline-model-parallel-size 2")
     assert job.scenario is None
     assert "3 chunks, must have a multiple of the 2 pipeline stages" in str(job.not_supported)
+
+
+def test_a_share_of_layers_that_is_no_number_is_refused_with_its_place(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"line 1: hybrid_attention_ratio is 'a lot', must be a share of the layers"):
+        _script(tmp_path, "--hybrid-attention-ratio 'a lot' --num-layers 8")
+
+
+def test_the_first_layers_of_a_model_may_have_no_mamba() -> None:
+    model = replace(TINY, hybrid_override_pattern="*-MM-M").with_layers(2)
+    with Lab(model, num_layers=2, seq_length=64, backend="simulated") as lab:
+        kept = sum(kept_by_module(lab.step()).values())
+    assert kept == model.parts[0].kept_bytes(64, "none")  # of the first layer, which has attention
+
+
+@pytest.mark.parametrize(("pattern", "stages"), [("MM-*M-", 1), ("MM-|*M-", 2)])
+def test_a_configuration_of_megatron_bridge_says_which_layers_are_mamba(
+    pattern: str, stages: int, tmp_path: Path
+) -> None:
+    (tmp_path / "run_config.yaml").write_text(
+        f"model: {{hybrid_layer_pattern: '{pattern}', pipeline_model_parallel_size: {stages}, "
+        "hidden_size: 128, ffn_hidden_size: 256, "
+        "num_attention_heads: 4, num_query_groups: 2, kv_channels: 32, mamba_num_heads: 8, mamba_head_dim: 32, "
+        "mamba_state_dim: 16, mamba_num_groups: 2, seq_length: 1024, make_vocab_size_divisible_by: 128, "
+        "activation_func: {_target_: megatron.core.activations.squared_relu, _call_: false}}\n"
+        "train: {micro_batch_size: 1, global_batch_size: 8}\nddp: {grad_reduce_in_fp32: true}\n"
+        "tokenizer: {tokenizer_type: NullTokenizer, vocab_size: 200}\nworld_size: 2\n"
+    )
+    job = Job.read(tmp_path / "run_config.yaml")
+    scenario, _ = job.required()
+    assert scenario.architecture == TINY  # whose vocabulary is 200 padded to 256
+    assert not job.not_modelled

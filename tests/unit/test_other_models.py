@@ -115,7 +115,6 @@ def test_a_model_that_memlab_lacks_is_named_with_its_fields(
             {"moe_shared_expert_overlap": True, "moe_router_dtype": "fp32"},
         ),
         ("tencent/Hy3", {"moe_shared_expert_overlap": False, "moe_router_load_balancing_type": "none"}),
-        ("nvidia/Nemotron-Mini-4B-Instruct", {"apply_rope_fusion": True}),
     ],
 )
 def test_what_the_provider_of_a_model_sets_is_told(name: str, expected: dict[str, Any], tmp_path: Path) -> None:

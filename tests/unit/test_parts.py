@@ -29,6 +29,7 @@ MODELS = [
         "llama-3-tiny",
         "qwen2.5-tiny",
         "gpt-tiny",
+        "nemotron-tiny",
         "deepseek-tiny",
         "glm-4.5-tiny",
         "gpt-oss-tiny",

@@ -406,6 +406,21 @@ def test_a_predicted_step_of_mamba_is_the_measured_one(number: int) -> None:
     assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=2.1e-4)
 
 
+OF_SQUARED_RELU = (RESULTS / "h200_plain_megatron_squared_relu.jsonl").read_text().splitlines()
+
+
+@MEASURED_WITH_OLD_CORE
+@pytest.mark.parametrize(
+    "number", [2, *(pytest.param(one, marks=pytest.mark.slow) for one in range(len(OF_SQUARED_RELU)) if one != 2)]
+)
+def test_a_predicted_step_of_squared_relu_is_the_measured_one(number: int) -> None:
+    job = json.loads(OF_SQUARED_RELU[number])
+    measured, predicted = job["ranks"][0]["steps"][-1], predict_rank(job, 0)
+    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1e-6)
+    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=2e-6)
+    assert predicted.peak_reserved_bytes == measured["peak_reserved_bytes"]
+
+
 FULL_RECOMPUTE = "recompute_granularity=full recompute_method=uniform recompute_num_layers=1"
 BLOCKWISE = "fp8_format=e4m3 fp8_recipe=blockwise"
 MEASURED = {
@@ -492,3 +507,4 @@ def test_the_page_of_four_gpus_has_the_measured_figures_of_every_rank() -> None:
         assert told == [*(f"{size:.3f}" for size in sizes), f"{step['outside_torch_bytes'] / 2**30:.2f}"], cells
         low, high = map(float, cells[10].split(" to "))
         assert low <= float(told[3]) <= high
+    assert f"On four H200s, {len(jobs_of_four)} jobs were compared" in (labs / "07_full_size.ipynb").read_text()

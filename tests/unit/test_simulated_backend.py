@@ -39,6 +39,7 @@ OF_OTHER_PARTS = {
     "Qwen2.5's": ARCHITECTURES["qwen2.5-tiny"],
     "GPT's": ARCHITECTURES["gpt-tiny"],
     "GLM's": replace(ARCHITECTURES["glm-4.5-tiny"], moe_layer_freq=(0, 1, 1, 0)),
+    "Nemotron's": ARCHITECTURES["nemotron-tiny"],
     "Nemotron-H's": ARCHITECTURES["nemotron-h-tiny"],
     "Nemotron 3's": ARCHITECTURES["nemotron-3-tiny"],
     "gated delta net's": replace(ARCHITECTURES["qwen3-next-tiny"], linear_attention_freq=(1, 0, 1, 0)),

@@ -41,7 +41,7 @@ class LossFromLogits(torch.nn.Module):
     reward models compute has a few numbers for each token.
 
     The entropy is a metric without a gradient, unless `TrainingState.entropy_loss` subtracts a part of it from the
-    loss, as verl and slime do. SkyRL's ``use_entropy_loss``, off by default, is not built.
+    loss, as verl, slime and SkyRL do.
     """
 
     def forward(
@@ -165,6 +165,34 @@ def _logprobs(logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size
     of_labels = log_probabilities(logits, labels, group, chunk_size)
     entropy(logits.detach(), group, chunk_size)
     return -of_labels
+
+
+_BYTES_OF_ENTROPY = 512 * 2**20
+"""SkyRL's default of ``trainer.vocab_entropy_chunk_memory_mb``."""
+
+
+def _logprobs_and_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None
+) -> torch.Tensor:
+    """As SkyRL does with ``use_entropy_loss``: the entropy is computed in as many tokens as its budget has room for.
+
+    See ``vocab_parallel_entropy`` and ``_resolve_vocab_entropy_chunk_size``, a9564572.
+    """
+    if not torch.is_grad_enabled():
+        return _logprobs(logits, labels, group, chunk_size)
+    tokens = logits.shape[1]
+    bytes_of_token = 4 * logits.element_size() * logits.shape[0] * logits.shape[2]
+    chunk = 1 << max(1, min(tokens, _BYTES_OF_ENTROPY // bytes_of_token)).bit_length() - 1
+    of_entropy, of_labels = _Twice.apply(logits)
+    log_probs = log_probabilities(of_labels, labels, group, chunk_size)
+    if chunk >= tokens:
+        return -log_probs - _ENTROPY_COEFFICIENT * _Entropy.apply(of_entropy, group)
+    sums: list[torch.Tensor] = []
+    entropies = [
+        _Entropy.apply(_Slice.apply(of_entropy, start, min(chunk, tokens - start), sums), group)
+        for start in range(0, tokens, chunk)
+    ]
+    return -log_probs - _ENTROPY_COEFFICIENT * torch.cat(entropies, dim=1)
 
 
 def _logprobs_one_hot(logits: torch.Tensor, labels: torch.Tensor, group: Any, chunk_size: int | None) -> torch.Tensor:
@@ -376,6 +404,7 @@ LOSSES: dict[str, _Loss] = {
 }
 """What each loss of `TrainingState` computes, but for Megatron's own, which the model itself computes."""
 WITH_ENTROPY: dict[str, _Loss] = {
+    "logprobs": _logprobs_and_entropy,
     # With ``entropy_coeff`` and ``calculate_entropy``.
     "vocab_parallel_cross_entropy": _cross_entropy_and_entropy,
     # With ``entropy_coef``: without it, slime's entropy is a metric that keeps nothing.
@@ -551,6 +580,37 @@ class _Slice(torch.autograd.Function):
         else:
             ctx.sums.append(of_logits)
         return ctx.sums.pop() if ctx.start == 0 else None, None, None, None
+
+
+class _Twice(torch.autograd.Function):
+    """The logits for two readers, whose gradients are added in place, as `_Slice` says."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return logits.view_as(logits), logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return first.add_(second)
+
+
+class _Entropy(torch.autograd.Function):
+    """Each token's entropy, as ``_VocabParallelEntropy`` of SkyRL computes it (a9564572): it keeps the softmax."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, group: Any) -> torch.Tensor:
+        maximum = _maximum(logits, group)
+        softmax = (logits - maximum).exp_()
+        total = _summed(softmax.sum(dim=-1, keepdim=True), group)
+        softmax.div_(total)
+        weighted = _weighted(softmax, logits, group)
+        ctx.save_for_backward(logits, softmax, weighted)
+        return (maximum + total.log() - weighted).squeeze(-1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits, softmax, weighted = ctx.saved_tensors
+        return softmax.mul_(weighted - logits).mul_(gradient.unsqueeze(-1)), None
 
 
 class _LogSoftmaxOfRanks(torch.autograd.Function):

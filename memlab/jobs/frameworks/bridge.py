@@ -46,6 +46,7 @@ from memlab.jobs.frameworks.keys import (
     missing_under,
     under,
 )
+from memlab.jobs.frameworks.kinds_of_layers import take_kinds_of_layers
 from memlab.jobs.frameworks.lines import yaml_lines
 from memlab.jobs.frameworks.megatron_keys import (
     ARCHITECTURE,
@@ -68,24 +69,29 @@ from memlab.jobs.frameworks.user_buffers import METHODS_NOT_WRITTEN, NOT_WRITTEN
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _BUCKETS = tuple(replace(key, default=ABSENT) if key.field == "grad_reduce_in_bf16" else key for key in BUCKETS)
-_QUICK_GELU = "megatron.core.fusions.fused_bias_geglu.quick_gelu"
+_FUNCTIONS = {
+    "quick_gelu": "megatron.core.fusions.fused_bias_geglu.quick_gelu",
+    "squared_relu": "megatron.core.activations.squared_relu",
+}
+_GATES = ("silu", "swiglu", "swish", "quick_gelu")
+"""Names of functions, of which MLPs with a gate have the first by any of its names, and experts the last too."""
 
 
-def _is_quick_gelu(name: Any) -> bool:
-    return str(name).endswith("quick_gelu")
-
-
-def _quick_gelu(value: bool) -> dict[str, Any] | None:
+def _function(name: str | None) -> dict[str, Any] | None:
     # The config holds the function, and its result only without `_call_`.
-    return {"_target_": _QUICK_GELU, "_call_": False} if value else None
+    return None if name is None else {"_target_": _FUNCTIONS[name], "_call_": False}
 
 
-def _of_bridge(row: Missing) -> Missing:
-    if row.name != "activation_func":
-        return row
-    return replace(row, is_on=lambda value: row.is_on(value) and not _is_quick_gelu(value))
-
-
+_OF_LAYERS = (
+    Key("model.activation_func", "activation", Conversion(lambda value: str(value).rpartition(".")[2], _function)),
+    Key("model.gated_linear_unit", "gated_linear_unit", SWITCH),
+    Key("model.position_embedding_type", "position_embedding_type", TEXT),
+    Key("model.normalization", "normalization", TEXT),
+    Key("model.add_bias_linear", "add_bias_linear", SWITCH),
+    Key("model.hybrid_layer_pattern", "hybrid_override_pattern", TEXT),
+)
+"""What `_take_layers` reads."""
+_READ = {key.name for key in _OF_LAYERS}
 _FP8 = tuple(key for key in COMPUTE if key.name.startswith("fp8"))
 
 KEYS = (
@@ -98,8 +104,7 @@ KEYS = (
     *under("model", (*ARCHITECTURE, *LAYERS)),
     *under("model", USER_BUFFERS),
     Key("comm_overlap.tp_comm_overlap", OPTION, SWITCH),
-    Key("model.add_bias_linear", "add_bias_linear", SWITCH),
-    Key("model.activation_func", "quick_geglu", Conversion(_is_quick_gelu, _quick_gelu)),
+    *_OF_LAYERS,
     Key("model.make_vocab_size_divisible_by", "make_vocab_size_divisible_by", COUNT, 128),
     Key("model.should_pad_vocab", "should_pad_vocab", SWITCH, False),
     Key("model.seq_length", "seq_length", COUNT),
@@ -198,7 +203,7 @@ FRAMEWORK_MISSING = (
     *_OF_THE_COMMAND,
     *missing_under(
         "model",
-        (_of_bridge(row) for row in (*MISSING, *PROVIDER_MISSING) if row.name not in ("add_bias_linear", OPTION)),
+        (row for row in (*MISSING, *PROVIDER_MISSING) if f"model.{row.name}" not in {*_READ, f"model.{OPTION}"}),
     ),
     *missing_under("ddp", MISSING_DDP),
     *missing_under("optimizer", MISSING_OPTIMIZER),
@@ -269,6 +274,7 @@ def complete(reading: Reading) -> None:
             reason = "memlab knows the recipe blockwise on Hopper only, not on the GPU that the job names"
             reading.miss("mixed_precision.fp8_recipe", "either", reason)
     _note_replaced_by_recipe(reading)
+    _take_layers(reading)
     _complete_rows(reading)
     rows = reading.get("dataset.micro_batch_size")
     if rows is not None and rows != values["micro_batch_size"]:
@@ -278,6 +284,39 @@ def complete(reading: Reading) -> None:
     _complete_experts(reading)
     _note_other_models(reading)
     _complete_adapters(reading, knows_recipe=recipe is None or bool(known))
+
+
+def _take_layers(reading: Reading) -> None:
+    """Takes what the layers of a model consist of whose sizes the job gives.
+
+    Where a recipe leaves them out, hybrid models have MLPs without a gate and no positions
+    (``models/hybrid/hybrid_provider.py``, 067f987d).
+    """
+    values = reading.values
+    if values.get("hybrid_override_pattern"):
+        take_kinds_of_layers(reading, "model.")
+    is_hybrid = bool(values.get("hybrid_override_pattern"))
+    is_gated = values.setdefault("gated_linear_unit", not is_hybrid)
+    activation = values.pop("activation", None)
+    if activation == "squared_relu" and not is_gated:
+        values["squared_relu"] = True
+    elif activation == "quick_gelu" and is_gated:
+        values["quick_geglu"] = True
+    elif activation not in (None, *(_GATES if is_gated else ("gelu",))):
+        reason = "memlab's MLPs have SwiGLU, or without a gate GELU or squared ReLU"
+        reading.miss("model.activation_func", "either", reason)
+    positions = values.setdefault("position_embedding_type", "none" if is_hybrid else "rope")
+    if positions == "yarn":
+        values["position_embedding_type"] = "rope"
+    elif positions == "learned_absolute":  # as many as tokens (``provide`` in models/gpt_provider.py)
+        values["max_position_embeddings"] = reading.get("model.seq_length")
+    elif positions not in ("rope", "none"):
+        reading.blocked["model"].append(f"positions {positions}: memlab has rope, learned_absolute and none")
+    norm = values.setdefault("normalization", "RMSNorm")
+    if norm not in ("RMSNorm", "LayerNorm"):
+        reading.blocked["model"].append(f"normalization {norm}: memlab has RMSNorm and LayerNorm")
+    if values.get("num_moe_experts") and not is_gated and activation != "squared_relu":
+        reading.blocked["model"].append("gated_linear_unit false: memlab's experts have a gate, or squared ReLU")
 
 
 def _complete_experts(reading: Reading) -> None:
@@ -317,9 +356,14 @@ def _complete_vocabulary(reading: Reading) -> None:
             # `make_vocab_size_divisible_by` in models/conversion/model_bridge.py.
             own = math.gcd(128, published.vocab_size) if published is not None else divisor
             divisor = reading.get("model.make_vocab_size_divisible_by", own) or own
-    tokenizer = published_architecture(str(reading.get("tokenizer.tokenizer_model", "")))
-    if tokenizer is not None and values.get("hidden_size") and values.get("vocab_size") is None:
-        reading.take("tokenizer.tokenizer_model", "vocab_size", tokenizer.vocab_size)
+    elif values.get("vocab_size") is None:  # the tokenizer's number, padded
+        is_padded = True
+        tokenizer = published_architecture(str(reading.get("tokenizer.tokenizer_model", "")))
+        if tokenizer is not None:
+            tokens = _TOKENS.get((tokenizer.family, tokenizer.vocab_size), tokenizer.vocab_size)
+            reading.take("tokenizer.tokenizer_model", "vocab_size", tokens)
+        else:
+            _take_null_tokenizer(reading)
     if is_padded and values.get("vocab_size"):
         divisor *= values.get("tensor_model_parallel_size") or 1
         values["vocab_size"] = -(-values["vocab_size"] // divisor) * divisor
@@ -334,11 +378,19 @@ _TOKENS = {
 151668 (https://huggingface.co/Qwen/Qwen3-8B, Quickstart); Llama 3's fill its vocabulary."""
 
 
+def _take_null_tokenizer(reading: Reading) -> bool:
+    """Takes the number of tokens that a tokenizer without words is given; returns whether it is one."""
+    tokens = reading.get("tokenizer.vocab_size")
+    if reading.get("tokenizer.tokenizer_type") != "NullTokenizer" or not isinstance(tokens, int):
+        return False
+    reading.take("tokenizer.vocab_size", "vocab_size", tokens)
+    return True
+
+
 def _take_tokenizer(reading: Reading, published: Architecture | None) -> None:
     """Takes the vocabulary of the tokenizer in place of the model's own."""
-    tokens, model = reading.get("tokenizer.vocab_size"), reading.get("tokenizer.tokenizer_model")
-    if reading.get("tokenizer.tokenizer_type") == "NullTokenizer" and isinstance(tokens, int):
-        reading.take("tokenizer.vocab_size", "vocab_size", tokens)
+    model = reading.get("tokenizer.tokenizer_model")
+    if _take_null_tokenizer(reading):
         return
     known = published_architecture(str(model)) or published
     if known is not None:
@@ -587,16 +639,20 @@ _CLASSES = {"lora": "lora.LoRA", "canonical_lora": "canonical_lora.CanonicalLoRA
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
-    layout = scenario.layout
+    layout, model = scenario.layout, scenario.architecture
+    functions = {"quick_gelu": model.quick_geglu, "squared_relu": model.squared_relu}
     spread = {"expert_tensor_parallel_size": layout.expert_tensor_size} if layout.expert_model_parallel_size > 1 else {}
     return (
         common(scenario, settings)
-        | fields_of(scenario.architecture)
+        | fields_of(model)
         | spread
         | {
             "num_layers": scenario.num_layers,
-            "add_bias_linear": scenario.architecture.add_bias_linear or None,
-            "quick_geglu": scenario.architecture.quick_geglu or None,
+            "add_bias_linear": model.add_bias_linear or None,
+            "activation": next((name for name, has in functions.items() if has), None),
+            "gated_linear_unit": None if model.gated_linear_unit else False,
+            "position_embedding_type": None if model.position_embedding_type == "rope" else "none",
+            "normalization": None if model.normalization == "RMSNorm" else model.normalization,
             "is_bf16": scenario.dtype == "bf16",
             "should_pad_vocab": False,
             "class_of_adapters": scenario.state.lora and f"megatron.bridge.peft.{_CLASSES[kind_of(scenario)]}",

@@ -27,6 +27,7 @@ _OF_DEEPSEEK = {
 _SET_BY_PROVIDER: dict[Family, dict[str, Any]] = {
     "llama": {"bias_activation_fusion": True, "apply_rope_fusion": True},
     "gpt_oss": {"bias_activation_fusion": True, "moe_router_load_balancing_type": "none"},
+    "nemotron": {"apply_rope_fusion": True},
     "olmoe": {"moe_router_load_balancing_type": "seq_aux_loss", "moe_router_dtype": "fp32"},
     "nemotron_h": {
         "attention_backend": "flash",
@@ -41,6 +42,7 @@ _SET_BY_PROVIDER: dict[Family, dict[str, Any]] = {
 }
 """What the provider of a family sets otherwise than Megatron-Core (``models/llama/llama_bridge.py``,
 ``models/deepseek/deepseek_v3_bridge.py``, ``models/nemotronh/nemotron_h_bridge.py``, ``models/glm/glm45_bridge.py``,
+``models/nemotron/nemotron_bridge.py``,
 ``models/olmoe/olmoe_bridge.py``, ``models/qwen/qwen3_next_bridge.py`` and ``models/gpt_oss/gpt_oss_bridge.py``); those
 of other families set none of it."""
 _DIVIDES_BY_ALL_TOKENS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")

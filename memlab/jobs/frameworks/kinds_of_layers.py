@@ -1,7 +1,8 @@
-"""Which part each layer of a hybrid model has, as Megatron-LM's arguments say it."""
+"""Which part each layer of a hybrid model has, as Megatron-LM's arguments and Megatron-Bridge's providers say it."""
 
 from __future__ import annotations
 
+from memlab.config.validation import shortened
 from memlab.jobs.frameworks.framework import Reading
 
 _FIELD = "hybrid_override_pattern"
@@ -21,7 +22,7 @@ def says_kinds_of_layers(reading: Reading) -> bool:
     return is_of_hybrids(entries.get("spec")) or any(entries.get(name) for name in (*_PATTERNS, *_RATIOS))
 
 
-def take_kinds_of_layers(reading: Reading) -> None:
+def take_kinds_of_layers(reading: Reading, prefix: str = "") -> None:
     """Takes the pattern of a hybrid model's layers, and what follows from it.
 
     In a pattern of megatron-core 0.17 or later, ``|`` divides the layers into the chunks of pipeline stages, and what
@@ -29,10 +30,10 @@ def take_kinds_of_layers(reading: Reading) -> None:
     jobs give the shares of layers of attention and of MLPs (``ssm/mamba_hybrid_layer_allocation.py``, 0.16.1).
     """
     values = reading.values
-    ratios = [float(reading.get(name, 0.0) or 0.0) for name in _RATIOS]
-    reading.known |= {*_RATIOS, "spec", "is_hybrid_model"}
+    ratios = [_ratio(reading, f"{prefix}{name}") for name in _RATIOS]
+    reading.known |= {f"{prefix}{name}" for name in (*_RATIOS, "spec", "is_hybrid_model")}
     text, num_layers = values.get(_FIELD), values.get("num_layers")
-    if text is None and num_layers and (any(ratios) or is_of_hybrids(reading.get("spec"))):
+    if text is None and num_layers and (any(ratios) or is_of_hybrids(reading.get(f"{prefix}spec"))):
         text = _allocated(num_layers, *ratios)
     if not text:
         for name in [name for name in values if name.startswith("mamba_")]:
@@ -64,6 +65,21 @@ def take_kinds_of_layers(reading: Reading) -> None:
     hidden, channels = values.get("hidden_size"), values.get("mamba_head_dim") or 64
     if hidden and not values.get("mamba_num_heads"):
         values["mamba_num_heads"] = 2 * hidden // channels
+
+
+def _ratio(reading: Reading, key: str) -> float:
+    """Returns a share of layers.
+
+    Raises:
+        ValueError: If it is no number from 0 to 1, with its line.
+    """
+    value = reading.get(key, 0.0) or 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(
+            f"{reading.entries.by_key[key].place}: {key} is {shortened(value)}, must be a share of the layers, from 0 "
+            "to 1: correct it"
+        )
+    return float(value)
 
 
 def _allocated(num_layers: int, of_attention: float, of_mlps: float) -> str:

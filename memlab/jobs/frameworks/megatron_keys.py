@@ -218,6 +218,7 @@ MISSING = (
     Missing("heterogeneous_block_specs", "either", "layers of different shapes are another model", blocks=True),
     Missing("moe_latent_size", "either", "experts of a narrower input are another model", blocks=True),
     Missing("use_mamba_mem_eff_path", "more", "Mamba's convolution and scan keep their own inputs", is_false),
+    Missing("mamba_chunk_size", "either", "Mamba's kernel takes chunks of another length than 128", other_than(128)),
     Missing(
         "mamba_training_ssm_states_dtype", "either", "the kernel of Mamba makes its states in another type", is_given
     ),

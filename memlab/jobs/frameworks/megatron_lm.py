@@ -723,7 +723,7 @@ ONLY_OF_MS_SWIFT = {
     "lm_loss_beside": "of the training jobs that memlab reads, only ms-swift's add the cross entropy to another loss",
 }
 ONLY_OF_VERL_AND_SLIME = {
-    "entropy_loss": "memlab has this entropy in the losses of verl and slime only",
+    "entropy_loss": "memlab has this entropy in the losses of verl, slime and SkyRL only",
     "entropy_chunk_size": "memlab has these chunks in the loss of verl only",
 }
 _ONLY_OF_NEMO_RL = {

@@ -72,12 +72,12 @@ KEYS = (
     Key("trainer.max_prompt_length", "prompt_length", WHOLE, 512),
     Key("generator.max_input_length", "input_length", WHOLE, None),
     Key("generator.sampling_params.max_generate_length", "response_length", WHOLE, 1024),
+    Key("trainer.algorithm.use_entropy_loss", "entropy_loss", SWITCH, False),
     *adapter_keys("trainer.policy.model.lora", **ADAPTERS),
     Key(f"{_MEGATRON}.lora_config.lora_type", "kind_of_adapters", TEXT, "lora"),
 )
 FRAMEWORK_MISSING = (
     Missing("trainer.bf16", "more", "memlab predicts SkyRL's jobs in bf16 only", is_false),
-    Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
     Missing("trainer.fused_lm_head_logprob", "less", "log-probabilities without whole logits"),
     Missing("trainer.mtp.enabled", "more", "multi-token prediction: one more layer and set of logits"),
     Missing("trainer.policy.model.fake_int4_qat.enabled", "either", "weights are quantized in forward"),
@@ -105,6 +105,7 @@ def complete(reading: Reading) -> None:
     note_replaced_values(reading, f"{_MEGATRON}.model_config_kwargs")
     if not values.pop("is_checkpointing"):
         values["recompute_granularity"] = None
+    _note_parts_of_entropy(reading)
     is_flash = values.pop("is_flash")
     values["attention_backend"] = values.get("attention_backend") or ("flash" if is_flash else "fused")
     is_colocated = values.pop("is_colocated")
@@ -181,6 +182,13 @@ def compares(reading: Reading) -> bool:
     return any(compares)
 
 
+def _note_parts_of_entropy(reading: Reading) -> None:
+    """Notes where an entropy in the loss is computed in other parts of the tokens than memlab's."""
+    for key, default in (("trainer.vocab_entropy_chunk_size", 0), ("trainer.vocab_entropy_chunk_memory_mb", 512)):
+        if reading.values["entropy_loss"] and reading.get(key, default) != default:
+            reading.miss(key, "either", "the entropy in the loss has other parts of the tokens at once")
+
+
 def note_skipped_passes(reading: Reading) -> None:
     """Notes where a loss reads the engine's log-probabilities alone, so that there is no pass for the policy's own.
 
@@ -255,7 +263,7 @@ SKYRL = Framework(
     fixed=FIXED,
     packs=is_packed,
     padding_in_fp8=padding_in_fp8,
-    cannot_write=CANNOT_WRITE
+    cannot_write={name: reason for name, reason in CANNOT_WRITE.items() if name != "entropy_loss"}
     | {"allocator": "with trainer.use_expandable_segments=false, set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     without_own_key=frozenset(("offload_parameters", "offload_gradients", "offload_optimizer")),
     cannot_write_of=cannot_write,
