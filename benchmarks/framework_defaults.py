@@ -306,7 +306,7 @@ def _beneath(transformer: str, ddp_key: str | None, optimizer: str) -> dict[str,
             prefix=f"{transformer}.",
         )
         | _for("experts in every layer, as without a value", f"{transformer}.moe_layer_freq")
-        | _for("of hybrid models' providers", "hybrid_override_pattern", prefix=f"{transformer}.")
+        | _for("of hybrid models' providers", "hybrid_override_pattern", "mamba_chunk_size", prefix=f"{transformer}.")
         | _for(
             "of the providers of Llama 3.1 and of layers of different shapes, and of the base class of providers",
             "low_freq_factor", "high_freq_factor", "old_context_len", "scale_factor",
