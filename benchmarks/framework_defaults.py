@@ -453,6 +453,8 @@ ADAPTERS = {
         packages=(_BRIDGE, _CORE),
         read=bridge,
         expected=_beneath("model", "ddp", "optimizer")
+        | _for("of hybrid models' providers", "model.hybrid_layer_pattern")
+        | _for("the published model's own config sets it", "model.gated_linear_unit", "model.normalization")
         | _for(_VARIABLE, "ENV_VARS", "ENV_VARS.*", *(f"env_vars.{name}" for name in _ALLOCATOR), "env_vars.NVTE_*")
         | _for("Megatron-Bridge writes it into run_config.yaml", "data_parallel_size", "world_size")
         | _for("flags of torchrun and of run_recipe.py", "nnodes", "nproc_per_node", "recipe")
