@@ -93,8 +93,11 @@ def require_no_library_for_exchange(job: Scenario) -> None:
         RuleError: If it does.
     """
     state, ranks = job.state, job.layout.expert_model_parallel_size
-    if job.engine == "fsdp2" and (ranks > 1 or state.attn_implementation == "te"):
-        name, value = ("expert_model_parallel_size", ranks) if ranks > 1 else ("attn_implementation", "te")
+    values: dict[str, object] = {"expert_model_parallel_size": ranks}
+    values |= {name: getattr(state, name) for name in ("attn_implementation", "linear_implementation")}
+    for name, value in values.items() if job.engine == "fsdp2" else ():
+        if value != "te" and (name != "expert_model_parallel_size" or value == 1):
+            continue
         raise RuleError(
             f"{name} is {value!r} with engine 'fsdp2', which memlab only predicts: predict the step (memlab predict, "
             "backend 'simulated')",
