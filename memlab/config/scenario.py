@@ -350,6 +350,14 @@ class Scenario:
                 *("pipeline_model_parallel_layout", "mtp_num_layers"),
             )
 
+    def _refuse_latent_experts(self) -> None:
+        if self.architecture.moe_latent_size:
+            raise RuleError(
+                f"engine is {self.engine!r} with moe_latent_size {self.architecture.moe_latent_size}, which memlab has "
+                "with Megatron only: choose engine 'megatron'",
+                "engine",
+            )
+
     def _check_engine(self) -> None:
         for settings in (self, self.layout, self.state):
             check_engine(settings, self.engine)
@@ -370,6 +378,7 @@ class Scenario:
                 f"does not build yet: choose a model of {', '.join(FAMILIES_OF_FSDP2)}{own}, or engine 'megatron'",
                 "engine",
             )
+        self._refuse_latent_experts()
         if self.architecture.routes and self.dtype != "bf16":
             # ``_grouped_mm`` with CUDA's kernel (``_meta_grouped_mm_common`` in torch/_meta_registrations.py, 2.13).
             raise RuleError(
