@@ -306,7 +306,7 @@ class Scenario:
         if self.architecture.hybrid_override_pattern is None:
             return
         state, others = self.state, {"packed_sequences": self.packed_sequences is not None}
-        others |= {"context_parallel_size": self.layout.context_parallel_size > 1, "lora_rank": state.lora is not None}
+        others |= {"context_parallel_size": self.layout.context_parallel_size > 1}
         others |= {"mtp_num_layers": bool(state.mtp_num_layers), "cuda_graph_impl": state.cuda_graph_impl != "none"}
         others |= {"transformer_impl": state.transformer_impl == "local", "fp8_format": state.fp8_format is not None}
         for name, is_on in others.items():
@@ -350,6 +350,14 @@ class Scenario:
                 *("pipeline_model_parallel_layout", "mtp_num_layers"),
             )
 
+    def _refuse_latent_experts(self) -> None:
+        if self.architecture.moe_latent_size:
+            raise RuleError(
+                f"engine is {self.engine!r} with moe_latent_size {self.architecture.moe_latent_size}, which memlab has "
+                "with Megatron only: choose engine 'megatron'",
+                "engine",
+            )
+
     def _check_engine(self) -> None:
         for settings in (self, self.layout, self.state):
             check_engine(settings, self.engine)
@@ -370,6 +378,7 @@ class Scenario:
                 f"does not build yet: choose a model of {', '.join(FAMILIES_OF_FSDP2)}{own}, or engine 'megatron'",
                 "engine",
             )
+        self._refuse_latent_experts()
         if self.architecture.routes and self.dtype != "bf16":
             # ``_grouped_mm`` with CUDA's kernel (``_meta_grouped_mm_common`` in torch/_meta_registrations.py, 2.13).
             raise RuleError(
@@ -1131,6 +1140,12 @@ class Scenario:
                 f"{self.state.moe_token_dispatcher_type!r}, must have alltoall by a rule of Megatron-Core: choose "
                 "alltoall, or leave moe_shared_expert_overlap out",
                 *("moe_shared_expert_overlap", "moe_token_dispatcher_type"),
+            )
+        if self.architecture.moe_latent_size:
+            raise RuleError(
+                f"moe_shared_expert_overlap is True with moe_latent_size {self.architecture.moe_latent_size}, which "
+                "Megatron-Core does not have together: leave moe_shared_expert_overlap out",
+                "moe_shared_expert_overlap",
             )
         has_adapters = any(".shared_experts." in name for _, name in self.linears_with_adapters())
         if has_adapters and self.layout.tensor_model_parallel_size > 1:
