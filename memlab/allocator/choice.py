@@ -36,8 +36,8 @@ def why_not_compiled(*, compiles: bool = True) -> str:
         from memlab.allocator.machine_code import serve
 
         serve(compiles=compiles)
-    except Exception as error:  # noqa: BLE001  # numba and LLVM fail in many ways, and Python gives the same answers
-        return f"numba does not compile the allocator ({type(error).__name__}: {error})".partition("\n")[0]
+    except Exception as error:  # noqa: BLE001  # numba, LLVM and disks fail in many ways; Python serves as well
+        return f"the allocator has no machine code ({type(error).__name__}: {error})".partition("\n")[0]
     return ""
 
 

@@ -205,14 +205,14 @@ def _keep(found: _Predicted, interrupt: KeyboardInterrupt, num_ranks: int) -> No
     """
     found.is_interrupted = True
     if isinstance(interrupt, FitInterrupted):
-        found.fit = interrupt.fit
+        found.fit = interrupt.found
     if len(found.records) == num_ranks:
         words = "the list of settings that would fit, or the phases of the job, may be incomplete"
     elif found.records:
         words = f"{len(found.records)} of {num_ranks} ranks were predicted"
     elif isinstance(interrupt, StepInterrupted):
         words = "the numbers are those of the part of the step that was taken"
-        found.records.append(interrupt.record)
+        found.records.append(interrupt.found)
     else:
         raise interrupt
     print(f"interrupted: {words}", file=sys.stderr)
@@ -235,7 +235,7 @@ def _fit(found: _Predicted, arguments: argparse.Namespace) -> Fit:
         fit = _with_expandable_segments(fit, found, replay=arguments.replay)
         return _on_all_ranks(fit, others, not_modelled, replay=arguments.replay)
     except FitInterrupted as interrupted:
-        fit = interrupted.fit
+        fit = interrupted.found
         raise FitInterrupted(replace(fit, alternatives=()) if others else fit) from None
     except KeyboardInterrupt:
         if fit is None:

@@ -31,6 +31,7 @@ from memlab.config.settings import MemorySettings
 from memlab.fitting.along_front import AlongFront, AlongFrontInterrupted, largest_along_front
 from memlab.fitting.candidates import candidates, each_alone
 from memlab.fitting.does_it_fit import VERDICTS
+from memlab.fitting.interrupted import Interrupted
 from memlab.fitting.largest import WHATS, Largest, LargestInterrupted, with_value
 from memlab.fitting.layouts import SIZES, LayoutSearchInterrupted, layouts_of
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
@@ -384,7 +385,7 @@ def _code_of_largest(found: Largest | None) -> int:
     return EXIT_CODES["may fit" if found.largest_that_fits is None else "fits"]
 
 
-def _code_of(interrupted: KeyboardInterrupt) -> int:
+def _code_of(interrupted: Interrupted[Any]) -> int:
     """Returns the exit code of a search that was cut short, and names the error if one is the cause."""
     if isinstance(interrupted.__cause__, PredictionLostError):
         print(interrupted.__cause__, file=sys.stderr)

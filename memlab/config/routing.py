@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 
 from memlab.config.from_json import parse_json, read_json
-from memlab.config.validation import is_whole_number, shortened
+from memlab.config.validation import is_number, is_whole_number, shortened
 
 KINDS = ("balanced", "random", "skewed", "shares", "counts")
 _MOST = 2**40
@@ -53,7 +53,7 @@ class Routing:
             raise ValueError(f"routing is {shortened(self.kind)}, must be one of {', '.join(KINDS)}: {_CHOICES}")
         if not is_whole_number(self.seed, at_least=-(2**63), at_most=2**63 - 1):
             raise ValueError(f"routing random has seed {shortened(self.seed)}, must be a whole number: {_CHOICES}")
-        if not _is_number(self.factor) or not 1 <= self.factor < math.inf:
+        if not is_number(self.factor) or not 1 <= self.factor < math.inf:
             raise ValueError(
                 f"routing skewed has factor {shortened(self.factor)}, must be a number of at least 1: {_CHOICES}"
             )
@@ -67,7 +67,7 @@ class Routing:
         object.__setattr__(self, "shares", shares)
         object.__setattr__(self, "counts", counts)
         if self.kind == "shares":
-            wrong = [share for share in self.shares if not _is_number(share) or not 0 <= share <= 1]
+            wrong = [share for share in self.shares if not is_number(share) or not 0 <= share <= 1]
             if wrong or not math.isclose(sum(self.shares), 1, abs_tol=1e-6):
                 what = shortened(wrong[0]) if wrong else f"a sum of {sum(self.shares):g}"
                 raise ValueError(f"routing has shares with {what}, must be from 0 to 1 with a sum of 1: {_CHOICES}")
@@ -237,7 +237,3 @@ def _geometric_shares(count: int, factor: float) -> tuple[float, ...]:
     powers = [high**index for index in range(count)]
     total = sum(powers)
     return tuple(power / total for power in powers)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -31,20 +31,10 @@ READ = {
 """Releases of which only the code that decides about bytes was read."""
 OLDER_FILES = {"transformer_engine": "2.12"}
 """What memlab predicted before a scenario had versions."""
-_FIRST_WITH_BF16_UPDATES, _FIRST_THAT_SEES_FP8_WITHIN_CHECKPOINTS = (2, 13), (2, 19)
-_FIRST_THAT_HOLDS_REPLACED_WEIGHTS, _LAST_THAT_KEEPS_TENSORWISE_SCALES = (2, 15), (2, 15)
-_FIRST_THAT_FREES_GATHERS = (2, 14)
-_LAST_WITH_CROSS_ENTROPY_IN_PLACE, _FIRST_THAT_COPIES_LOGITS = (2, 17), (2, 19)
-_FIRST_THAT_FREES_QUANTIZED_GRADIENTS, _LAST_THAT_OVERWRITES_GRADIENTS_OF_SCORES = (2, 18), (2, 18)
-_LAST_THAT_PREPARES_EVERY_CHECKPOINT = (2, 19)
-_LAST_WITH_A_BUFFER_FOR_EACH_RANK, _FIRST_WHOSE_GRAPHS_COPY_GRADIENTS = (2, 19), (2, 19)
-_RANKS_WITH_TWO_BUFFERS = 2
-_FIRST_THAT_CHECKPOINTS_HYBRID_MODELS = (0, 18)
 _DIFFERENCES_OF_CORES = {
     frozenset({"0.16", "0.19"}): "49 steps with 0.19.2 peaked within 0.04 % of those with 0.16.1",
     frozenset({"0.16", "0.18"}): "15 jobs with 0.18.2 peaked within 0.02 % of those with 0.16.1",
 }
-_FIRST_WITH_GRADIENTS_IN_THE_REDUCTION_S_TYPE = (2, 15)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +89,7 @@ class Versions:
         ``fuse_unscale`` in ``transformer_engine/pytorch/optimizers/fused_adam.py``, which is new in 2.13.0. Before, and
         for other types, fp32 copies of the moments of all parameters of a group live until the group is updated.
         """
-        return _numbers(self.transformer_engine) >= _FIRST_WITH_BF16_UPDATES
+        return _numbers(self.transformer_engine) >= (2, 13)
 
     @property
     def sees_fp8_within_checkpoints(self) -> bool:
@@ -108,7 +98,7 @@ class Versions:
         ``is_fp8_activation_recompute_enabled`` in ``transformer_engine/pytorch/distributed.py``, since 2.19.0. Such a
         linear quantizes its weight column-wise too, and full recompute holds these values from the first pass on.
         """
-        return _numbers(self.transformer_engine) >= _FIRST_THAT_SEES_FP8_WITHIN_CHECKPOINTS
+        return _numbers(self.transformer_engine) >= (2, 19)
 
     @property
     def holds_replaced_weights(self) -> bool:
@@ -117,7 +107,7 @@ class Versions:
         ``weight_workspaces`` in ``transformer_engine/pytorch/module/grouped_linear.py``, since 2.15.0. Before,
         ``get_weight_workspace`` freed it before it made the new one.
         """
-        return _numbers(self.transformer_engine) >= _FIRST_THAT_HOLDS_REPLACED_WEIGHTS
+        return _numbers(self.transformer_engine) >= (2, 15)
 
     @property
     def keeps_tensorwise_scales(self) -> bool:
@@ -125,7 +115,7 @@ class Versions:
 
         ``Float8CurrentScalingQuantizer`` in ``transformer_engine/pytorch/tensor/float8_tensor.py``, before 2.16.0.
         """
-        return _numbers(self.transformer_engine) <= _LAST_THAT_KEEPS_TENSORWISE_SCALES
+        return _numbers(self.transformer_engine) <= (2, 15)
 
     @property
     def cross_entropy(self) -> CrossEntropy:
@@ -136,9 +126,9 @@ class Versions:
         ``overwrite_input`` would spare the copy, and Megatron up to 0.19 does not set it.
         """
         engine = _numbers(self.transformer_engine)
-        if engine <= _LAST_WITH_CROSS_ENTROPY_IN_PLACE:
+        if engine <= (2, 17):
             return "overwrites logits"
-        return "copies logits" if engine >= _FIRST_THAT_COPIES_LOGITS else "gradient in fp32"
+        return "copies logits" if engine >= (2, 19) else "gradient in fp32"
 
     @property
     def overwrites_gradients_of_scores(self) -> bool:
@@ -146,7 +136,7 @@ class Versions:
 
         ``scaled_masked_softmax_backward`` in ``csrc/extensions/softmax.cpp``; since 2.19.0 it makes a new tensor.
         """
-        return _numbers(self.transformer_engine) <= _LAST_THAT_OVERWRITES_GRADIENTS_OF_SCORES
+        return _numbers(self.transformer_engine) <= (2, 18)
 
     @property
     def frees_quantized_gradients(self) -> bool:
@@ -154,7 +144,7 @@ class Versions:
 
         ``clear_tensor_data`` in ``module/layernorm_linear.py``, with sequence parallelism, since 2.18.0.
         """
-        return _numbers(self.transformer_engine) >= _FIRST_THAT_FREES_QUANTIZED_GRADIENTS
+        return _numbers(self.transformer_engine) >= (2, 18)
 
     @property
     def prepares_every_checkpoint(self) -> bool:
@@ -163,7 +153,7 @@ class Versions:
         Since 2.20.0 only if autograd runs and a tensor among the checkpoint's arguments needs a gradient
         (``_CheckpointFunction`` in ``transformer_engine/pytorch/distributed.py``).
         """
-        return _numbers(self.transformer_engine) <= _LAST_THAT_PREPARES_EVERY_CHECKPOINT
+        return _numbers(self.transformer_engine) <= (2, 19)
 
     @property
     def keeps_freed_gathers(self) -> bool:
@@ -171,7 +161,7 @@ class Versions:
 
         Fixed in torch 2.14 (https://github.com/pytorch/pytorch/pull/187433).
         """
-        return _numbers(self.torch) < _FIRST_THAT_FREES_GATHERS
+        return _numbers(self.torch) < (2, 14)
 
     def checkpoints_hybrid_models(self, installed_core: tuple[int, ...]) -> bool:
         """Whether full recompute does anything in a model with layers of Mamba (``models/hybrid/hybrid_block.py``).
@@ -182,7 +172,7 @@ class Versions:
             installed_core: The version that runs, if no other is meant.
         """
         meant = installed_core if self.megatron_core is None else _numbers(self.megatron_core)
-        return meant >= _FIRST_THAT_CHECKPOINTS_HYBRID_MODELS
+        return meant >= (0, 18)
 
     def remarks(self, state: TrainingState, context_parallel_size: int, installed_core: str) -> list[str]:
         """Returns what a reader of a prediction should know of its versions: where they decide, or are not exact.
@@ -210,7 +200,7 @@ class Versions:
                 "the version of Transformer Engine decides what unfused attention needs in backward: 2.19 and later "
                 "make the scores' gradient beside that of the probabilities"
             )
-        copies_gradients = _numbers(self.transformer_engine) >= _FIRST_WHOSE_GRAPHS_COPY_GRADIENTS
+        copies_gradients = _numbers(self.transformer_engine) >= (2, 19)
         if state.cuda_graph_impl == "transformer_engine" and copies_gradients:
             lines.append(
                 "the graphs of layers are predicted as Transformer Engine up to 2.18 replays them: "
@@ -222,8 +212,8 @@ class Versions:
                 "the version of megatron-core decides what is kept beside MXFP8 parameters: 0.16 keeps all others "
                 f"twice, 0.19 keeps them once; {installed_core or 'the installed one'} made this prediction"
             )
-        has_long_ring = context_parallel_size > _RANKS_WITH_TWO_BUFFERS and state.cp_comm_type == "p2p"
-        if has_long_ring and _numbers(self.transformer_engine) > _LAST_WITH_A_BUFFER_FOR_EACH_RANK:
+        has_long_ring = context_parallel_size > 2 and state.cp_comm_type == "p2p"
+        if has_long_ring and _numbers(self.transformer_engine) > (2, 19):
             lines.append(
                 "the ring of context parallelism is predicted as Transformer Engine up to 2.19 has it, with a buffer "
                 f"of keys and values for each rank: {self.transformer_engine} keeps two, and was measured on two ranks "
@@ -255,10 +245,7 @@ class Versions:
         """
         if not installed_torch:
             return []
-        is_new, is_meant_new = (
-            _numbers(each) >= _FIRST_WITH_GRADIENTS_IN_THE_REDUCTION_S_TYPE
-            for each in (release(installed_torch), self.torch)
-        )
+        is_new, is_meant_new = (_numbers(each) >= (2, 15) for each in (release(installed_torch), self.torch))
         if is_new == is_meant_new:
             return []
         remark = (

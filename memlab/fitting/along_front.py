@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memlab.config.settings import MemorySettings
+from memlab.fitting.interrupted import Interrupted
 from memlab.fitting.largest import Largest, LargestInterrupted, What
 from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.prediction import PredictionLostError
@@ -54,16 +55,8 @@ class AlongFront:
         return values | {"front": self.front.to_dict()}
 
 
-class AlongFrontInterrupted(KeyboardInterrupt):
-    """The end of a search along a front: by Ctrl-C, or by the error that is its cause.
-
-    Args:
-        found: What it has found so far.
-    """
-
-    def __init__(self, found: AlongFront) -> None:
-        super().__init__()
-        self.found = found
+class AlongFrontInterrupted(Interrupted[AlongFront]):
+    """The end of a search along a front."""
 
 
 def points_by_work(front: SearchResult) -> tuple[Point, ...]:

@@ -11,6 +11,7 @@ from memlab.config.exchange_buffers import exchange_buffers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import candidates
+from memlab.fitting.interrupted import Interrupted
 from memlab.fitting.measured_margin import (
     keeps_fp8_gathers,
     limit_with_margin,
@@ -200,16 +201,8 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
     return f"a predicted step{routing}; {needed}{kept}{read if exchange_buffers(scenario).most_bytes else ''}"
 
 
-class FitInterrupted(KeyboardInterrupt):
-    """Ctrl-C after the verdict, while alternatives are predicted.
-
-    Args:
-        fit: With the alternatives that were found.
-    """
-
-    def __init__(self, fit: Fit) -> None:
-        super().__init__()
-        self.fit = fit
+class FitInterrupted(Interrupted[Fit]):
+    """Ctrl-C after the verdict, while alternatives are predicted."""
 
 
 def judge_fit(

@@ -16,6 +16,7 @@ from memlab.config.fp8_restrictions import required_multiple_of_tokens
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.does_it_fit import VERDICTS, Verdict, basis_of
+from memlab.fitting.interrupted import Interrupted
 from memlab.fitting.measured_margin import limit_with_margin
 from memlab.fitting.prediction import Prediction, PredictionLostError
 from memlab.units import format_bytes
@@ -133,12 +134,8 @@ class Largest:
         return values | {"scenario": self.scenario.to_dict(), "settings": self.settings.to_dict(), "tried": tried}
 
 
-class LargestInterrupted(KeyboardInterrupt):
-    """The end of a search that has predicted at least one value: by Ctrl-C, or by the error that is its cause."""
-
-    def __init__(self, found: Largest) -> None:
-        super().__init__()
-        self.found = found
+class LargestInterrupted(Interrupted[Largest]):
+    """The end of a search that has predicted at least one value."""
 
 
 def unit_of(what: What, scenario: Scenario) -> int:

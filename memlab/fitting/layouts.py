@@ -18,6 +18,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import added_offload, candidates
 from memlab.fitting.does_it_fit import VERDICTS, Verdict, basis_of, verdict_margin
+from memlab.fitting.interrupted import Interrupted
 from memlab.fitting.least_peak import least_peak_bytes, least_peak_with
 from memlab.fitting.outside_torch import outside_torch_of_every_stage
 from memlab.fitting.peak_range import PeakRange
@@ -115,16 +116,8 @@ class LayoutSearch:
         return values | {"scenario": self.scenario.to_dict(), "base": self.base.to_dict(), "fitting": fitting}
 
 
-class LayoutSearchInterrupted(KeyboardInterrupt):
-    """The end of a search by Ctrl-C, or by the error that is its cause.
-
-    Args:
-        found: What it has found so far.
-    """
-
-    def __init__(self, found: LayoutSearch) -> None:
-        super().__init__()
-        self.found = found
+class LayoutSearchInterrupted(Interrupted[LayoutSearch]):
+    """The end of a search through layouts."""
 
 
 def layouts_of(job: Scenario, given: dict[str, int]) -> list[Scenario]:

@@ -16,6 +16,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import added_offload, candidates, each_alone, without_added_offload
 from memlab.fitting.does_it_fit import VERDICTS
+from memlab.fitting.interrupted import Interrupted
 from memlab.fitting.pareto_front import Point, SearchResult, criteria, is_dominated
 from memlab.fitting.prediction import Predict, Prediction, PredictionLostError
 from memlab.fitting.recompute_cost import recomputed_operations
@@ -28,16 +29,8 @@ Likely = Callable[[], Iterator[tuple[Scenario, MemorySettings]]]
 """Returns the steps that a search will probably ask for next, the most probable first."""
 
 
-class SearchInterrupted(KeyboardInterrupt):
-    """The end of a search that has predicted at least one setting: by Ctrl-C, or by the error that is its cause.
-
-    Args:
-        found: What it has found so far.
-    """
-
-    def __init__(self, found: SearchResult) -> None:
-        super().__init__()
-        self.found = found
+class SearchInterrupted(Interrupted[SearchResult]):
+    """The end of a search that has predicted at least one setting."""
 
 
 def search(

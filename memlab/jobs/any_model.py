@@ -89,6 +89,8 @@ def of_any_model(job: Job, read: Callable[[Architecture | None], Job]) -> OfAnyM
         spreads_experts = (given.get("expert_model_parallel_size") or 1) > 1
         models = [_in_place(ARCHITECTURES[name], layers, given) for name, layers in _KINDS.items()]
         jobs = [read(model) for model in models if model.routes or not spreads_experts]
+        if spreads_experts and not [one for one in jobs if one.scenario is not None]:
+            jobs = [read(model) for model in models]  # where memlab has no experts of the job's kind
     return _compared(job, jobs, TrainingState().options() | given, is_own=is_own)
 
 
@@ -108,6 +110,9 @@ def _compared(job: Job, jobs: list[Job], said: dict[str, Any], *, is_own: bool) 
             values.setdefault(part, {})[name] = found[0]
         else:
             depends.append(name)
+    experts = said.get("expert_model_parallel_size") or 1
+    if values.get("layout", {}).get("expert_model_parallel_size", experts) != experts:
+        values["layout"]["expert_model_parallel_size"] = experts  # dense models took the place of the job's
     questions = [] if started else [one for one in _common(one.questions for one in jobs) if one != job.not_supported]
     rules = {one.cannot_start for one in jobs}
     cannot_start = rules.pop() if len(rules) == 1 else None

@@ -121,6 +121,13 @@ def _whole_model(scenario: Scenario, _: MemorySettings) -> int:
     return _width(scenario) * (outside + gathered * layer) + 2 * 4 * (outside + layer) + deferred
 
 
+def _deferred_gradients(scenario: Scenario, _: MemorySettings) -> int:
+    """Returns the gradients of the whole model in fp32, where more than one rank shards it."""
+    ranks = scenario.ranks_of_shards
+    elements = kept_bytes(scenario).gradients // bytes_of_trained_shard(scenario)
+    return 4 * ranks * elements if ranks > 1 else 0
+
+
 def _hidden_states(scenario: Scenario, _: MemorySettings) -> int:
     """Returns the input of each layer, and the output of the last one and of the norm after it."""
     hidden = scenario.tokens_of_rank * scenario.architecture.hidden_size
@@ -160,6 +167,7 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     "distributed.dp_size": _whole_model,
     "dtensor_cfg.tensor_parallel_size": _whole_logits,
     "output_hidden_states": _hidden_states,
+    "use_no_sync_for_gradient_accumulation": _deferred_gradients,
     **dict.fromkeys(("mp_policy.output_dtype", "policy.precision"), _fp32_outputs),
     # Half of parameters, gradients and moments, and of as much while the optimizer updates them.
     "mp_policy.param_dtype": lambda scenario, _: 4 * kept_bytes(scenario).gradients,

@@ -561,16 +561,25 @@ def _architecture(
     except ValueError as error:
         if model is not None and model.lacks:
             reading.lacks.append(model.lacks)
-            frozen = ", and Megatron-Bridge's provider freezes its language model" if model.predicted() else ""
             raise ValueError(
-                f"the model is {shortened(reading.values['architecture'])}, which has {model.lacks}{frozen}: memlab "
-                "names its fields and predicts nothing of it; give --architecture with a model like it for an estimate"
+                f"the model is {shortened(reading.values['architecture'])}, which has {model.lacks}"
+                f"{_why_not_alone(model, framework)}: memlab names its fields and predicts nothing of it; give "
+                "--architecture with a model like it for an estimate"
             ) from error
         if reading.values.get("architecture") is not None and missing_sizes(reading.values):
             reading.lacks.append(f"the model {shortened(reading.values['architecture'])}")
         elif missing_sizes(reading.values):
             reading.assumed.append("the model")
         raise
+
+
+def _why_not_alone(model: OtherModel, framework: Framework) -> str:
+    """Returns why memlab does not predict the language model without the parts beside it, where it has the model."""
+    if not model.predicted():
+        return ""
+    if framework.engine == "megatron":
+        return ", and Megatron-Bridge's provider freezes its language model"
+    return ", beside which memlab predicts a language model with Megatron only"
 
 
 def _language_model(model: OtherModel | None, framework: Framework, reading: Reading) -> Architecture | None:

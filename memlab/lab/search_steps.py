@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.fitting.interrupted import Interrupted
 from memlab.fitting.prediction import Prediction
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.lab.request import PassRequest
@@ -33,16 +34,8 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 """A prediction needs no GPU, so it takes none from the machine that it runs on."""
 
 
-class StepInterrupted(KeyboardInterrupt):
-    """Ctrl-C during a step.
-
-    Args:
-        record: Of the part of the step, or of its warm-up step, that was taken.
-    """
-
-    def __init__(self, record: StepRecord) -> None:
-        super().__init__()
-        self.record = record
+class StepInterrupted(Interrupted[StepRecord]):
+    """Ctrl-C during a step, of which there is the part that was taken, or that of its warm-up step."""
 
 
 class SimulatedSteps:

@@ -77,7 +77,8 @@ class _Member:
             if before is None or before.calls != value.calls:
                 self._move(now)
             self.cpu_seconds += value.cpu_seconds
-            self.computes = value.cpu_seconds > _IDLE_CPU_SECONDS
+            # On a busy machine a process may have no processor for long, and is not idle.
+            self.computes = value.cpu_seconds + value.queued_seconds > _IDLE_CPU_SECONDS
         elif kind == "progress":
             self._move(now)
         else:

@@ -20,9 +20,11 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -102,9 +104,25 @@ def _receive(connection: Connection, requests: queue.Queue[Any], served: Any) ->
 def _say_alive(outbox: _Outbox) -> None:
     own = threading.get_ident()
     while True:
-        cpu = time.process_time()
+        cpu, queued = time.process_time(), queued_seconds(threading.get_native_id())
         time.sleep(ALIVE_SECONDS)
-        outbox.send(("alive", whereabouts(own, time.process_time() - cpu)))
+        queued = queued_seconds(threading.get_native_id()) - queued
+        outbox.send(("alive", whereabouts(own, time.process_time() - cpu, queued)))
+
+
+def queued_seconds(own: int, threads: Path = Path("/proc/self/task")) -> float:
+    """Returns for how long threads of this process were ready to run and had no processor, in seconds of all of them.
+
+    Args:
+        own: The thread that asks, by the system's number, which is left out.
+        threads: Linux's folder of the process's threads; where it says nothing of queues, the answer is 0.
+    """
+    nanoseconds = 0
+    for one in threads.glob("*/schedstat"):
+        if one.parent.name != str(own):
+            with suppress(OSError, IndexError, ValueError):  # a thread that has ended
+                nanoseconds += int(one.read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,14 +137,17 @@ class Whereabouts:
     """Whether it waits for other ranks."""
     cpu_seconds: float
     """What it computed since it last said so. A process that lets torch compile counts as one that computes."""
+    queued_seconds: float = 0.0
+    """For how long its threads waited for a processor, which others had."""
 
 
-def whereabouts(own: int, cpu_seconds: float) -> Whereabouts:
+def whereabouts(own: int, cpu_seconds: float, queued_seconds: float = 0.0) -> Whereabouts:
     """Finds out what this process does.
 
     Args:
         own: The thread that asks, which is left out.
         cpu_seconds: What the process computed since the last answer.
+        queued_seconds: For how long it waited for a processor meanwhile.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     frames = {names.get(ident, ""): frame for ident, frame in sys._current_frames().items() if ident != own}
@@ -143,6 +164,7 @@ def whereabouts(own: int, cpu_seconds: float) -> Whereabouts:
         calls=hash(tuple(id(one) for one in stack)),
         waits=any(part in file for file in files for part in _WAITING_FILES),
         cpu_seconds=cpu_seconds,
+        queued_seconds=queued_seconds,
     )
 
 

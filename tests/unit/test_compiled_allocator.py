@@ -59,7 +59,7 @@ def test_without_llvm_python_serves_all_and_doctor_says_so(
     finally:
         choice.why_not_compiled.cache_clear()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.lstrip().startswith("simulated")]
-    assert "ok, but steps of many micro-batches take longer: numba does not compile the allocator (ModuleNotF" in line
+    assert "ok, but steps of many micro-batches take longer: the allocator has no machine code (ModuleNotF" in line
 
 
 def test_code_is_kept_and_damaged_code_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -280,7 +280,7 @@ def read_lines(name: str, lines: list[str], ranks: int, path: Path) -> Job:
     return Job.read(
         path,
         format_name=name,
-        version="2026-08-20" if name.startswith("verl") else None,
+        version="0.9.1" if name.startswith("verl") else None,
         world_size=ranks if name == "bridge" else None,
     )
 

@@ -12,6 +12,7 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.jobs.any_model import of_any_model
 from memlab.jobs.job import Job
 
 DTENSOR = "policy.dtensor_cfg"
@@ -149,3 +150,28 @@ def test_ranks_that_share_matrices_or_sequences_are_read(tmp_path: Path) -> None
     plan = f"{DTENSOR}.custom_parallel_plan"
     own = read(tmp_path, **divided, policy__dtensor_cfg__custom_parallel_plan="my.module.plan")
     assert (plan, "either") in {(one.key, one.effect) for one in own.not_modelled}
+
+
+def test_what_only_automodel_s_own_classes_read_is_named(tmp_path: Path) -> None:
+    """``BackendConfig`` of Automodel, which NeMo-RL 7ea279ab hands to the class of a model."""
+    backend = {"_target_": "BackendConfig", "attn": "te", "rms_norm": "te", "rope_fusion": False}
+    job = read(
+        tmp_path,
+        policy__dtensor_cfg__automodel_kwargs={"backend": backend},
+        policy__dtensor_cfg__moe_parallelizer={"ignore_router_for_ac": True, "lm_head_precision": None},
+    )
+    named = {one.key.removeprefix(f"{DTENSOR}.") for one in job.not_modelled if one.key.startswith(DTENSOR)}
+    own = {"automodel_kwargs.backend.attn", "automodel_kwargs.backend.rms_norm"}
+    assert named == own | {"moe_parallelizer.ignore_router_for_ac"}
+    assert not {f"{DTENSOR}.{one}" for one in named} & job.without_effect.keys()
+
+
+def test_a_job_with_automodel_s_own_experts_names_its_other_fields(tmp_path: Path) -> None:
+    """The ranks that share experts are the job's, though dense models take the place of its own."""
+    job = read(tmp_path, policy__model_name="google/gemma-4-26B-A4B-it", policy__dtensor_cfg__expert_parallel_size=8)
+    assert job.scenario is None and "Automodel's own experts" in str(job.not_supported)
+    found = of_any_model(job, lambda model: Job.read(tmp_path / "config.yaml", architecture=model))
+    assert found is not None and found.models == ("llama-3.1-8b", "qwen2.5-14b")
+    layout = found.values["layout"]
+    assert (layout["expert_model_parallel_size"], layout["data_parallel_size"]) == (8, 8)
+    assert found.values["rollout"]["is_colocated"] is True

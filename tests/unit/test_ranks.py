@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ipyparallel
 import psutil
@@ -39,6 +39,7 @@ from memlab.ranks.forked_process import ADDRESS_VARIABLE, NUMBER
 from memlab.ranks.group import RankFailed, RankGroup
 from memlab.ranks.guard import PROFILE
 from memlab.ranks.process_log import ProcessLog
+from memlab.ranks.rank_process import Whereabouts, queued_seconds
 from memlab.ranks.ranks import NO_ENGINE, Engine, _lacks_memory, _require_equal_versions, why_lost
 from tests.unit.inside import ranks_of
 
@@ -746,3 +747,20 @@ def test_a_job_whose_models_are_lost_is_closed_as_a_lab_is(ranks: Ranks, monkeyp
 def test_ipyparallel_raises_what_is_caught_for_an_engine_that_has_left(ranks: Ranks) -> None:
     with pytest.raises((IndexError, ipyparallel.error.NoEnginesRegistered)):
         ranks.call(999, engine.describe)
+
+
+@pytest.mark.parametrize(("queued_seconds", "has_stalled"), [(0.0, True), (0.5, False)])
+def test_a_process_without_a_processor_is_not_idle(queued_seconds: float, has_stalled: bool) -> None:
+    """A busy machine gives it none for long, which is not that ranks wait for each other."""
+    member = group._Member(0, cast(Any, None))
+    for _ in range(2):
+        member.hear("alive", Whereabouts(at="f", calls=1, waits=False, cpu_seconds=0.0, queued_seconds=queued_seconds))
+    assert member.has_stalled(member.moved + group.STALL_SECONDS + 1) is has_stalled
+
+
+def test_the_time_without_a_processor_is_that_of_all_threads_but_the_one_that_asks(tmp_path: Path) -> None:
+    for thread, line in (("1", "5 2500000000 7"), ("2", "5 9000000000 7"), ("3", "")):
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(line)
+    assert queued_seconds(2, tmp_path) == 2.5
+    assert queued_seconds(2, tmp_path / "none") == 0.0

@@ -199,3 +199,18 @@ def test_what_supervised_fine_tuning_cannot_be_is_named(keys: str, words: str, t
     job = read_sft(tmp_path, keys)
     assert words in str(job.cannot_start or job.not_supported)
     assert words or (job.scenario is not None and keys.partition("=")[0] in job.without_effect)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_rows_of_harbor_s_agents_have_the_whole_length_that_their_program_asks_for(engine: str, tmp_path: Path) -> None:
+    """``main_harbor.py`` of a9564572 refuses a job without it, and its generator reads no length of prompts."""
+    harbor = START.replace("skyrl.train.entrypoints.main_base", "examples.train_integrations.harbor.main_harbor")
+    for command, length in ((harbor, 32768), (START, 4096)):
+        keys = f"trainer.strategy={engine} trainer.algorithm.max_seq_len=32768 generator.step_wise_trajectories=true"
+        (tmp_path / "run.sh").write_text(command + keys)
+        job = Job.read(tmp_path / "run.sh")
+        assert job.required()[0].seq_length == length
+        assert job.rollout is not None and job.rollout.seq_length == length
+        assert [one for one in job.warnings if one.startswith("generator.step_wise_trajectories: ")]
+    (tmp_path / "run.sh").write_text(f"{harbor} trainer.strategy={engine}")
+    assert "--set trainer.algorithm.max_seq_len=TOKENS" in str(Job.read(tmp_path / "run.sh").not_supported)

@@ -32,9 +32,9 @@ BY_ROW = {"loss_of_transformers": "logprobs_by_row"}
 ONE_UNIT = {"separate_embeddings": "none", "reshard_root_after_forward": False}
 
 
-def read(folder: Path, keys: str = "") -> Job:
+def read(folder: Path, keys: str = "", version: str | None = "0.9.1") -> Job:
     (folder / "run.sh").write_text(START + keys)
-    return Job.read(folder / "run.sh")
+    return Job.read(folder / "run.sh", version=version)
 
 
 def test_a_job_is_read_with_the_defaults_of_verl(tmp_path: Path) -> None:
@@ -202,6 +202,21 @@ def test_a_job_is_not_written_for_another_engine(tmp_path: Path, capsys: pytest.
     assert main(["job", str(tmp_path / "run.sh"), "--as", "automodel"]) == 0
 
 
+@pytest.mark.parametrize("version", ["0.9.1", "2026-08-20", None, "before-2026-08-20"])
+def test_the_micro_batch_that_reduces_gradients_depends_on_the_version(version: str | None, tmp_path: Path) -> None:
+    """``_gradient_sync_context`` in transformer_impl.py: 0.9.0 and 1dda039b have no key for it, 0.9.1 has."""
+    key = f"{FSDP}.use_no_sync_for_gradient_accumulation"
+    job = read(tmp_path, version=version)
+    bounds = {one.key: one.bound_bytes for one in job.not_modelled}
+    scenario = job.required()[0]
+    assert scenario.state.defer_fsdp_grad_sync is (version == "2026-08-20")
+    is_known = version in ("0.9.1", "2026-08-20")
+    assert bounds == ({} if is_known else {key: 4 * scenario.architecture.num_parameters})
+    assert not read(tmp_path, f"{key}=False", version=version).not_modelled
+    one = read(tmp_path, "trainer.n_gpus_per_node=64", version=version)
+    assert one.required()[0].num_microbatches == 1 and not one.not_modelled
+
+
 SFT = (
     "torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer model.path=Qwen/Qwen3-8B engine=fsdp "
     "data.use_dynamic_bsz=False data.max_length=4096 data.train_batch_size=16 data.micro_batch_size_per_gpu=1 "
@@ -210,7 +225,7 @@ SFT = (
 
 def test_the_sft_trainer_has_the_same_engine(tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(SFT + "engine.strategy=fsdp2 engine.model_dtype=bf16 optim.lr=1e-5")
-    job = Job.read(tmp_path / "run.sh")
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
     scenario, settings = job.required()
     assert job.framework == "verl-sft-fsdp" and settings == MemorySettings(**WHOLE_LAYERS)  # type: ignore[arg-type]
     assert scenario == Scenario.of(
@@ -223,7 +238,7 @@ def test_the_sft_trainer_has_the_same_engine(tmp_path: Path) -> None:
     )
     assert not job.not_modelled
     (tmp_path / "run.sh").write_text(SFT.replace("per_gpu=1", "per_gpu=2"))
-    job = Job.read(tmp_path / "run.sh")
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
     assert not job.not_modelled
     scenario = job.required()[0]
     assert (scenario.seq_length, scenario.packed_sequences, scenario.state.fsdp_version) == (8192, 2, 1)

@@ -122,6 +122,9 @@ FRAMEWORK_MISSING = (
     ),
     Missing("policy.logprob_chunk_size", "less", "log-probabilities are computed in chunks of tokens", is_given),
 )
+_OF_CLASSES = (f"{_DTENSOR}.automodel_kwargs.backend.", f"{_DTENSOR}.moe_parallelizer.")
+_NOT_OF_CLASSES = ("._target_", ".enable_hf_state_dict_adapter", ".fake_balanced_gate", ".fake_gate_noise")
+"""Keys that only Automodel's own classes of models read, and what of these changes no memory."""
 _OF_THIS_POLICY = ("policy.dtensor_cfg.*", "policy.optimizer.kwargs.*")
 """Patterns of keys that have no effect on a job with Megatron, and are read here."""
 
@@ -141,6 +144,7 @@ def complete(reading: Reading) -> None:
     del values["is_dtensor"]
     per_node = complete_ranks(reading)
     _take_groups(reading)
+    _note_classes(reading)
     # ``from_pretrained`` makes fp32 parameters in both versions.
     take_types(reading, shards="fp32", compute=values.pop("compute"), reduced="fp32")
     if values["dtype"] != "fp32":
@@ -183,7 +187,7 @@ def _take_groups(reading: Reading) -> None:
     values = reading.values
     given = [one for one in reading.taken if one.field == "expert_model_parallel_size"]
     if given[-1].memlab_value not in (None, 1):
-        block(reading, given[-1].key, "Automodel's own experts")
+        block(reading, given[-1].key, "Automodel's own experts", is_model=True)
     values["dp_replicate_size"] = values["dp_replicate_size"] or 1
     if values["tensor_model_parallel_size"] in (None, 1):
         del values["sequence_parallel"]
@@ -194,6 +198,14 @@ def _take_groups(reading: Reading) -> None:
         )
     if is_given(reading.get(f"{_DTENSOR}.custom_parallel_plan")):
         reading.miss(f"{_DTENSOR}.custom_parallel_plan", "either", OWN_PLAN)
+
+
+def _note_classes(reading: Reading) -> None:
+    """Names what decides how Automodel's own class of a model computes, since memlab builds transformers' here."""
+    for key, entry in reading.entries.by_key.items():
+        is_on = entry.value not in (None, False, {})
+        if is_on and key.startswith(_OF_CLASSES) and not key.endswith(_NOT_OF_CLASSES):
+            reading.miss(key, "either", "it decides what Automodel's own class of this model computes and keeps")
 
 
 def _take_optimizer(reading: Reading) -> None:
@@ -242,6 +254,8 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
         ValueError: If not.
     """
     check_family(reading, architecture)
+    if reading.blocked["model"] and not architecture.routes:
+        reading.values["expert_model_parallel_size"] = 1  # of a model in place of the job's, which has experts
     is_transformers_own = reading.get(f"{_DTENSOR}.automodel_kwargs.force_hf") is True
     if architecture.routes and not is_transformers_own and reading.get(f"{_DTENSOR}._v2"):
         reading.lacks.append("Automodel's own experts")

@@ -9,6 +9,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.adapters import adapter_keys
 from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
@@ -111,9 +112,7 @@ def complete(reading: Reading) -> None:
     values["offload_parameters"] = values["offload_gradients"] = values["offload_optimizer"] = is_colocated
     if values["expandable_segments"]:
         note_segments(reading, "trainer.use_expandable_segments")
-    # Of several turns, each begins with at most the input length (skyrl_gym_generator.py).
-    prompt = values.pop("prompt_length")
-    longest = (values.pop("input_length") or prompt) + values.pop("response_length")
+    longest = longest_row(reading)
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, rows = values.pop("tokens_per_rank"), values.pop("log_prob_micro_batch_size")
     removes_padding = values.pop("removes_padding")
@@ -143,6 +142,37 @@ def complete(reading: Reading) -> None:
         key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)
     drop_single_chunk(values)
+
+
+def longest_row(reading: Reading) -> int:
+    """Returns the tokens of the longest sequence, from the keys of lengths.
+
+    Of several turns, each begins with at most the input length (skyrl_gym_generator.py). Agents of Harbor read neither
+    length: their programs ask for the whole one (``main_harbor.py`` in examples/train_integrations/harbor, a9564572).
+    """
+    values, program = reading.values, reading.entries.program
+    steps = "generator.step_wise_trajectories"
+    if reading.get(steps) is True:  # ``merge_stepwise_output`` joins those of which one begins with another
+        reading.known.add(steps)
+        reading.warnings.append(
+            f"{steps}: each step of an answer is a sequence, so the number of micro-batches depends on the data; "
+            "memlab predicts one sequence for each answer; more of them need no more memory, unless experts are spread "
+            "over ranks"
+        )
+    prompt = values.pop("prompt_length")
+    longest: int = (values.pop("input_length") or prompt) + values.pop("response_length")
+    if program is None or "harbor" not in str(program.value):
+        return longest
+    key = "trainer.algorithm.max_seq_len"
+    whole = reading.get(key)
+    if not is_whole_number(whole):
+        reading.known.add(key)
+        reading.questions.append(
+            f"{key} is not in the file, and Harbor's program refuses a job without it: give --set {key}=TOKENS"
+        )
+        return longest
+    reading.take(key, "longest", whole)
+    return int(values.pop("longest"))
 
 
 def compares(reading: Reading) -> bool:

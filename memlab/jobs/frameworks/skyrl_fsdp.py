@@ -51,7 +51,14 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rows,
     take_sequences,
 )
-from memlab.jobs.frameworks.skyrl import SKYRL, compares, engine_of, freed_by_reference_model, note_skipped_passes
+from memlab.jobs.frameworks.skyrl import (
+    SKYRL,
+    compares,
+    engine_of,
+    freed_by_reference_model,
+    longest_row,
+    note_skipped_passes,
+)
 
 _POLICY = "trainer.policy"
 _FSDP = f"{_POLICY}.fsdp_config"
@@ -145,8 +152,9 @@ def complete(reading: Reading) -> None:
         note_segments(reading, "trainer.use_expandable_segments")
     if values.pop("is_checkpointing"):
         take_checkpointed_layers(reading)
-    _take_phases(reading, per_node, is_colocated=is_colocated)
-    _take_rows(reading)
+    longest = longest_row(reading)
+    _take_phases(reading, per_node, longest, is_colocated=is_colocated)
+    _take_rows(reading, longest)
 
 
 def complete_engine(reading: Reading, policy: str, loss: str, chunk: str) -> None:
@@ -200,7 +208,7 @@ def check(reading: Reading) -> None:
         )
 
 
-def _take_phases(reading: Reading, per_node: int, *, is_colocated: bool) -> None:
+def _take_phases(reading: Reading, per_node: int, longest: int, *, is_colocated: bool) -> None:
     """Takes what the job does between training steps.
 
     A reference model has shards of its own in bf16 (``FSDPRefWorkerBase`` in workers/fsdp/fsdp_worker.py), and trades
@@ -208,7 +216,6 @@ def _take_phases(reading: Reading, per_node: int, *, is_colocated: bool) -> None
     are sent as files.
     """
     values, has_adapters = reading.values, reading.values.get("lora_rank") is not None
-    longest = (values["input_length"] or values["prompt_length"]) + values["response_length"]
     tokens, rows, bucket = values["tokens_per_rank"], values.pop("log_prob_micro_batch_size"), values.pop("bucket") or 0
     row, rows = (longest * rows, 1) if values["removes_padding"] else (longest, rows)
     if tokens > 0:
@@ -242,10 +249,8 @@ def _take_phases(reading: Reading, per_node: int, *, is_colocated: bool) -> None
     )
 
 
-def _take_rows(reading: Reading) -> None:
+def _take_rows(reading: Reading, longest: int) -> None:
     values = reading.values
-    prompt = values.pop("prompt_length")
-    longest = (values.pop("input_length") or prompt) + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, removes_padding = values.pop("tokens_per_rank"), values.pop("removes_padding")
     if tokens > 0:

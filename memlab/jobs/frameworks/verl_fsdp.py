@@ -1,7 +1,8 @@
 """verl with FSDP, which is its default: the keys of its trainer are those of `verl`.
 
 Names and defaults: ``verl/trainer/config/engine/fsdp.yaml`` and ``model/hf_model.yaml``, and what they do
-``verl/workers/engine/fsdp/transformer_impl.py`` (1dda039b, August 2026; 0.9.1 has the same).
+``verl/workers/engine/fsdp/transformer_impl.py`` (1dda039b, August 2026; 0.9.1, of September, has the same but for the
+micro-batch in which gradients are reduced).
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ from memlab.jobs.frameworks.verl import (
     skip_passes,
     take_allocator,
 )
+from memlab.jobs.frameworks.verl_engine import FP32_SINCE, RELEASE
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
@@ -72,6 +74,7 @@ _REFERENCE = {
     ),
 }  # fmt: skip
 """What a reference model can have otherwise than the actor (``config/ref/dp_ref.yaml``, 0.9.1)."""
+_SYNC = "use_no_sync_for_gradient_accumulation"
 _PREFIXES = (_FSDP, f"{_ACTOR}.optim", _MODEL)
 """Of the engine, the optimizer and the model."""
 _OF_MEGATRON = (f"{_ACTOR}.megatron.", f"{_ACTOR}.optim.", f"{_MODEL}.", "actor_rollout_ref.ref.megatron.")
@@ -104,7 +107,7 @@ def engine_keys(engine: str, optim: str, model: str) -> tuple[Key, ...]:
         Key(f"{engine}.reshard_after_forward", "reshard_after_forward", RESHARDING, "all"),
         Key(f"{engine}.forward_prefetch", "gathers_ahead", SWITCH, False),
         Key(f"{engine}.fsdp_size", "ranks_of_shards", WHOLE, -1),
-        Key(f"{engine}.use_no_sync_for_gradient_accumulation", "defer_fsdp_grad_sync", SWITCH, False),
+        Key(f"{engine}.{_SYNC}", "defer_fsdp_grad_sync", SWITCH, False),
         Key(f"{engine}.ulysses_sequence_parallel_size", "ulysses", COUNT, 1),
         Key(f"{engine}.use_orig_params", "use_orig_params", SWITCH, False),
         Key(f"{optim}.optimizer", "optimizer", TEXT, "AdamW"),
@@ -202,6 +205,33 @@ def complete(reading: Reading) -> None:
         )
     _take_phases(reading, per_node)
     _take_rows(reading)
+    take_sync_of_gradients(reading, _FSDP)
+
+
+def take_sync_of_gradients(reading: Reading, engine: str) -> None:
+    """Takes the micro-batches that reduce gradients, which depends on verl's version where the file does not say it.
+
+    See ``_gradient_sync_context`` in transformer_impl.py. Before 2026-07-22 each micro-batch reduces them; 0.9.0 and
+    1dda039b have the last one reduce them and no key for it; 0.9.1 has the key, which is false.
+
+    Args:
+        reading: Of the job, with its micro-batches.
+        engine: The prefix of the engine's keys.
+    """
+    key, values = f"{engine}.{_SYNC}", reading.values
+    if key in reading.entries.by_key or values.get("num_microbatches") == 1 or reading.version == RELEASE:
+        return
+    if reading.version == FP32_SINCE:
+        reading.taken = [one for one in reading.taken if one.key != key]
+        reading.take(key, "defer_fsdp_grad_sync", value=True)
+        return
+    reading.miss(
+        key,
+        "more",
+        "verl 0.9.0 and its main of July and August 2026 reduce gradients in the last micro-batch only, and each rank "
+        f"has those of the whole model until then; {RELEASE} and versions before do not: give --framework-version "
+        f"{RELEASE}, or {FP32_SINCE} for the others",
+    )
 
 
 def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, strategy: str, loss: str) -> None:

@@ -19,6 +19,7 @@ from memlab.jobs.frameworks.verl_fsdp import (
     composed_of_engine,
     engine_keys,
     engine_missing,
+    take_sync_of_gradients,
 )
 from memlab.jobs.frameworks.verl_sft import VERL_SFT
 from memlab.jobs.frameworks.without_effect import keys_without_effect
@@ -56,6 +57,7 @@ def complete(reading: Reading) -> None:
         take_sequences(
             reading, longest, sequences, packed_by="data.micro_batch_size_per_gpu" if removes_padding else None
         )
+    take_sync_of_gradients(reading, "engine")
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
