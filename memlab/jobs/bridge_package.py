@@ -118,9 +118,9 @@ class BridgePackage:
         published = _PUBLISHED.get(model.of.rpartition(".")[2]) if isinstance(model, Section) else None
         if published is not None:
             entries.add("model.hf_model_id", published, None)
-        elif isinstance(model, Section) and (kind := model.of.rpartition(".")[2]).endswith("Provider"):
-            if kind not in (*_LAYERS_OF_CLASS, *_HYBRIDS):
-                entries.add("model.class", kind, None)
+        kind = model.of.rpartition(".")[2] if isinstance(model, Section) and published is None else ""
+        if kind.endswith("Provider") and kind not in (*_LAYERS_OF_CLASS, *_HYBRIDS):
+            entries.add("model.class", kind, None)
         for key, value, line in _flat(made, ""):
             entries.add(key, value, _short(line, recipe))
         ranks = _RANKS.search(recipe.name)
