@@ -296,6 +296,8 @@ def _beneath(transformer: str, ddp_key: str | None, optimizer: str) -> dict[str,
         _for(
             "the published model's own config sets it", "attention_dropout", "position_embedding_type",
             "share_embeddings_and_output_weights", "qk_layernorm", "moe_router_topk", "softmax_type",
+            "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads",
+            "linear_num_value_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups",
             prefix=f"{transformer}.",
         )
         | _for(_OF_LATENT_ATTENTION, *_LATENT, prefix=f"{transformer}.")
@@ -304,9 +306,7 @@ def _beneath(transformer: str, ddp_key: str | None, optimizer: str) -> dict[str,
             prefix=f"{transformer}.",
         )
         | _for("experts in every layer, as without a value", f"{transformer}.moe_layer_freq")
-        | _for(
-            "of hybrid models' providers", "hybrid_layer_pattern", "hybrid_override_pattern", prefix=f"{transformer}."
-        )
+        | _for("of hybrid models' providers", "hybrid_override_pattern", "mamba_chunk_size", prefix=f"{transformer}.")
         | _for(
             "of the providers of Llama 3.1 and of layers of different shapes, and of the base class of providers",
             "low_freq_factor", "high_freq_factor", "old_context_len", "scale_factor",
@@ -361,16 +361,16 @@ _SWIFT_3 = (
     "moe_router_enable_expert_bias", "moe_router_group_topk", "moe_router_score_function",
     "moe_shared_expert_intermediate_size", "multi_latent_attention", "no_bias_swiglu_fusion", "no_rope_freq",
     "no_rope_fusion", "normalization", "num_layers", "num_layers_per_virtual_pipeline_stage",
-    "num_virtual_stages_per_pipeline_rank", "position_embedding_type", "qk_l2_norm", "rotary_interleaved", "seq_length",
+    "num_virtual_stages_per_pipeline_rank", "qk_l2_norm", "rotary_interleaved", "seq_length",
     "softmax_type", "train_type", "glu_linear_offset", "moe_router_num_groups", "moe_router_pre_softmax",
     "moe_router_topk_scaling_factor", "no_gradient_accumulation_fusion", "window_attn_skip_freq", "window_size",
 )  # fmt: skip
 _OLDER_CORE = (
-    "async_tensor_model_parallel_allreduce", "hybrid_layer_pattern", "hybrid_override_pattern", "moe_extended_tp",
+    "async_tensor_model_parallel_allreduce", "hybrid_override_pattern", "moe_extended_tp",
     "moe_use_legacy_grouped_gemm", "position_embedding_type",
 )  # fmt: skip
 _OF_PROVIDERS = (
-    "hf_model_id", "make_vocab_size_divisible_by", "rotary_base", "rotary_percent", "seq_length",
+    "hf_model_id", "make_vocab_size_divisible_by", "mamba_chunk_size", "rotary_base", "rotary_percent", "seq_length",
     "share_embeddings_and_output_weights", "should_pad_vocab", "vocab_size",
 )  # fmt: skip
 _OF_OTHER_VERSIONS = "of megatron-core 0.16.1, or of a model's provider"
@@ -453,6 +453,8 @@ ADAPTERS = {
         packages=(_BRIDGE, _CORE),
         read=bridge,
         expected=_beneath("model", "ddp", "optimizer")
+        | _for("of hybrid models' providers", "model.hybrid_layer_pattern")
+        | _for("the published model's own config sets it", "model.gated_linear_unit", "model.normalization")
         | _for(_VARIABLE, "ENV_VARS", "ENV_VARS.*", *(f"env_vars.{name}" for name in _ALLOCATOR), "env_vars.NVTE_*")
         | _for("Megatron-Bridge writes it into run_config.yaml", "data_parallel_size", "world_size")
         | _for("flags of torchrun and of run_recipe.py", "nnodes", "nproc_per_node", "recipe")
@@ -559,7 +561,9 @@ ADAPTERS = {
         | _for(_OF_LATENT_ATTENTION, *_LATENT, prefix="megatron_extra_kwargs.")
         | _for(
             "ms-swift has it in megatron_extra_kwargs only", "cuda_graph_impl", "moe_router_force_load_balancing",
-            "moe_router_fusion",
+            "moe_router_fusion", "attention_output_gate", "experimental_attention_variant", "linear_attention_freq",
+            "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+            "linear_value_head_dim", "moe_deepep_num_sms", "moe_flex_dispatcher_backend", "mtp_detach_heads",
         )
         | _for(
             "memlab reports it as unknown: the argument of ms-swift itself sets it",

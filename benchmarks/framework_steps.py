@@ -57,6 +57,20 @@ _MODELS: dict[str, dict[str, Any]] = {
         "attention_bias": False},
     **{
         name: {
+            "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": hidden,
+            "intermediate_size": ffn, "moe_intermediate_size": of_expert, "num_attention_heads": heads,
+            "num_key_value_heads": heads, "vocab_size": 8192, "rope_theta": 10000.0, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 40960, "tie_word_embeddings": False, "n_routed_experts": experts,
+            "n_shared_experts": shared, "num_experts_per_tok": chosen, "first_k_dense_replace": dense,
+            "n_group": groups, "topk_group": of_groups, "norm_topk_prob": True, "routed_scaling_factor": 2.446,
+            "q_lora_rank": of_query, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+            "v_head_dim": 128, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_nextn_predict_layers": 0}
+        for name, hidden, ffn, of_expert, heads, experts, shared, chosen, dense, groups, of_groups, of_query in (
+            ("moonlight-16b-a3b", 2048, 11264, 1408, 16, 64, 2, 6, 1, 1, 1, None),
+            ("deepseek-v3", 7168, 18432, 2048, 128, 256, 1, 8, 3, 8, 4, 1536))
+    },
+    **{
+        name: {
             "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": hidden,
             "intermediate_size": ffn, "num_attention_heads": heads, "num_key_value_heads": 2, "vocab_size": 151936,
             "rope_theta": 1e6, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": True}
@@ -66,7 +80,8 @@ _MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """From the models' config.json."""
 _TINY = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2,
-         "vocab_size": 512, "head_dim": 32, "num_experts": 16, "moe_intermediate_size": 64}  # fmt: skip
+         "vocab_size": 512, "head_dim": 32, "num_experts": 16, "moe_intermediate_size": 64, "n_routed_experts": 16,
+         "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}  # fmt: skip
 _BACKEND = {
     "_target_": "nemo_automodel.components.models.common.BackendConfig", "linear": "torch", "rms_norm": "torch_fp32",
     "enable_hf_state_dict_adapter": False, "dispatcher": "torch", "experts": "torch_mm",
@@ -161,6 +176,31 @@ def jobs() -> list[Job]:
         of_experts(te, shared, "model.torch_dtype=float32", balanced, seq_length=4096),
         of_experts(te, shared, checkpoints, *of_te, balanced, num_layers=4),
         of_experts(sdpa, shared, checkpoints, num_microbatches=2),
+        *latent_jobs(replace(own, model="moonlight-16b-a3b", num_layers=4, seq_length=8192)),
+    ]
+
+
+def latent_jobs(own: Job) -> list[Job]:
+    """Returns jobs of Automodel's class of DeepSeek-V3.
+
+    Args:
+        own: Of a model of it, without options.
+    """
+    te, fake, checkpoints = (
+        "backend.attn=te",
+        "backend.fake_balanced_gate=true",
+        "distributed.activation_checkpointing=true",
+    )
+    shared, of_four = "distributed.ep_size=8", "distributed.ep_size=4"
+    large = replace(own, model="deepseek-v3", seq_length=4096)
+    return [
+        replace(own, options=(te, shared, checkpoints)),
+        replace(own, options=(te, shared, fake)),
+        replace(own, options=(te, checkpoints), num_layers=2),
+        replace(large, options=(te, shared, fake, checkpoints)),
+        replace(own, options=(te, of_four, fake, "model.torch_dtype=float32")),
+        replace(own, options=(te, shared, fake, checkpoints, "backend.linear=te", "backend.rms_norm=te")),
+        replace(large, options=(te, shared, fake), num_layers=5),
     ]
 
 
@@ -284,7 +324,7 @@ def recipe_of_automodel(job: Job, of_model: Path) -> dict[str, Any]:
     }
     if any(option.startswith("peft.") for option in job.options):
         recipe["peft"] = {"_target_": "nemo_automodel.components._peft.lora.PeftConfig", "target_modules": "*_proj"}
-    if "num_experts" in _MODELS[job.model]:
+    if {"num_experts", "n_routed_experts"} & _MODELS[job.model].keys():
         del recipe["model"]["use_liger_kernel"]
         recipe["backend"] = recipe["model"]["backend"] = dict(_BACKEND)
     for option in job.options:

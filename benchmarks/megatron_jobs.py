@@ -643,7 +643,7 @@ def jobs() -> Iterator[Job]:
     yield from dense_families(of)
     yield from chain(defaults_of_frameworks(of), classic_gpt(of), heads_and_reference_models(of), own_layers(of),
                      teachers(of), fp8_parameters(of, *["one rank"] * 3))  # fmt: skip
-    yield from chain(small_switches(of), mamba(of), gated_delta_net(of))
+    yield from chain(small_switches(of), mamba(of), gated_delta_net(of), latent_experts(of))
     # Two ranks.
     yield from chain(latent_attention_of_two_ranks(of), fp8_parameters(of, "TP2", "DP2", "EP2 DP2"))
     yield from of(PHI, 4, "PP2", {}, FULL, num_microbatches=4, config=DEALLOCATE)
@@ -662,6 +662,15 @@ def jobs() -> Iterator[Job]:
     for some in (exchanges_of_heads, rings_of_flash_attn, fusions_of_two_ranks, classic_gpt_of_two_ranks,
                  heads_of_two_ranks, adapters_of_two_ranks, teachers_of_two_ranks):  # fmt: skip
         yield from some(of)
+
+
+def latent_experts(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:
+    """Yields jobs of one rank whose tokens have fewer columns while they are with experts."""
+    alone, narrow = "one rank", {"moe_latent_size": 1024, "num_moe_experts": 32}
+    yield from of(QWEN, 2, alone, {}, FULL, recompute("moe_act"), EXPERTS, config=narrow)
+    yield from of(QWEN, 2, alone, num_microbatches=3, config=narrow)
+    yield from of(QWEN, 2, alone, config=narrow, state=TENSORWISE)
+    yield from of(MOONLIGHT, 3, alone, {}, FULL, config={"moe_latent_size": 512, "num_moe_experts": 16})
 
 
 def further_layouts_of_four_ranks(of: Callable[..., Iterator[Job]]) -> Iterator[Job]:

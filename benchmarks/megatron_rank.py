@@ -39,7 +39,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe import moe_layer, moe_utils
 from megatron.core.transformer.moe import router as moe_router
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
@@ -129,6 +129,7 @@ def on_device(rank: int) -> Iterator[None]:
     specs = {"TESpecProvider": layers.TorchProvider, "TENorm": layers.TorchProvider().layer_norm(rms_norm=True)}
     with ExitStack() as replaced:
         replaced.enter_context(patch.object(multi_latent_attention, "TELinear", layers.TorchLinear))
+        replaced.enter_context(patch.multiple(moe_layer, create=True, HAVE_TE=True, TELinear=layers.TorchLinear))
         for name, value in specs.items():
             replaced.enter_context(patch.object(gpt_layer_specs, name, value, create=True))
             replaced.enter_context(patch.object(variant_specs, name, value, create=True))

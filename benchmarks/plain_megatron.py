@@ -57,6 +57,8 @@ if _STANDS_IN in os.environ:  # a process that was started by spawn: with flash-
 JOB_SECONDS = 120
 """The most that one job may take; the first compiles kernels."""
 ENDING_SECONDS = 15
+LAST_STEP = 3
+"""The number of the last step that `benchmarks.megatron_rank` takes, counted from 0."""
 MOST_LEFT_BYTES = 8 * 2**20
 """If more of a former model stays allocated, the next job gets new processes."""
 GIB, MIB = 2**30, 2**20
@@ -265,13 +267,21 @@ def unknown_parts(job: dict[str, Any]) -> list[str]:
 
 
 def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
-    """Predicts a step of one rank of a measured job, with the tokens that its routers sent to each expert.
+    """Predicts the second step of one rank of a measured job; see `predict_steps`."""
+    return predict_steps(job, rank, last=1)[-1]
 
+
+def predict_steps(job: dict[str, Any], rank: int, last: int = LAST_STEP) -> list[StepRecord]:
+    """Predicts the second and further steps of one rank of a measured job, with the tokens of each of its experts.
+
+    From one step to the next a tensor may move from a block that fits to one whose end torch leaves unsplit, on a GPU
+    as in a prediction: a step is like the one of the same number.
     A user's job is the first one of its process. Of the measured ones only those with `first_uses` are.
 
     Args:
         job: A line of ``ranks.jsonl``.
         rank: The rank.
+        last: The number of the last step, counted from 0.
     """
     from memlab import Lab, Layout, MemorySettings, TrainingState, Versions
     from memlab.config.architectures import find_architecture
@@ -301,7 +311,11 @@ def predict_rank(job: dict[str, Any], rank: int) -> StepRecord:
     ) as lab:
         if not job["ranks"][rank].get("first_uses"):
             skip_first_calls(lab)
-        return lab.step(MemorySettings(**job["settings"]))
+        settings = MemorySettings(**job["settings"])
+        records = [lab.step(settings)]
+        while records[-1].step_index < last:
+            records.append(lab.step(settings))
+        return records
 
 
 def figures(measured: int, predicted: int, *, hidden: bool = False) -> Iterator[str]:

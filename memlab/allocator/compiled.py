@@ -62,7 +62,7 @@ class CompiledAllocator:
             lists[row, : len(of_row)] = of_row
         of_pools = np.zeros((max(pools) + 1, tables.NUM_POOL_COLUMNS), dtype=np.int64)
         for number, pool in pools.items():
-            of_pools[number] = pool.reserved_bytes, pool.top, pool.num_searches, 1
+            of_pools[number] = pool.reserved_bytes, pool.lowest, pool.num_searches, 1
         options = (former.settings.expandable_segments, former.unsplit_from_bytes, former.is_capturing)
         counts = (len(blocks), len(table.unused), len(free), len(holes))
         numbers = np.array([table.reserved_bytes, *counts, *options], dtype=np.int64)
@@ -79,10 +79,10 @@ class CompiledAllocator:
         table.unused = lists[tables.UNUSED, : numbers[tables.NUM_UNUSED]].tolist()
         table.reserved_bytes, former.is_capturing = self.reserved_bytes, bool(numbers[tables.CAPTURES])
         former.blocks, former.pools, former.log = table, {}, self.log
-        for number, (reserved_bytes, top, num_searches, exists) in enumerate(pools.tolist()):
+        for number, (reserved_bytes, lowest, num_searches, exists) in enumerate(pools.tolist()):
             if exists:
                 pool = former.add_pool(number)
-                pool.reserved_bytes, pool.top, pool.num_searches = reserved_bytes, top, num_searches
+                pool.reserved_bytes, pool.lowest, pool.num_searches = reserved_bytes, lowest, num_searches
         for block in lists[tables.IN_ORDER, : numbers[tables.NUM_FREE]].tolist():
             key = table.num_bytes[block], table.address[block], block
             former.pools[table.pool[block]].free_blocks.append(key)

@@ -37,6 +37,7 @@ from memlab.allocator.tables import (
     LAST,
     LIMIT,
     LISTS,
+    LOWEST,
     NO_LIMIT,
     NUM_ARGUMENTS,
     NUM_BYTES,
@@ -62,7 +63,6 @@ from memlab.allocator.tables import (
     SEGMENTS,
     SLOTS,
     STATE,
-    TOP,
     UNMAPPED,
     UNSPLIT_FROM,
     UNUSED,
@@ -217,7 +217,7 @@ def _pool_of(t: Tables, num_bytes: int, stream: int) -> int:
     is_large = num_bytes > _SMALL_REQUEST_BYTES
     pool = 2 * stream + is_large
     if not t.pools[pool, EXISTS]:
-        t.pools[pool, EXISTS], t.pools[pool, TOP] = 1, 0
+        t.pools[pool, EXISTS], t.pools[pool, LOWEST] = 1, _ADDRESSES_BYTES
         t.pools[pool, NUM_SEARCHES] = t.pools[int(is_large), NUM_SEARCHES]
     return pool
 
@@ -329,10 +329,10 @@ def _map(t: Tables, block: int, num_bytes: int) -> int:
 @_compiled
 def _grow(t: Tables, pool: int, num_bytes: int) -> int:
     if not t.numbers[EXPANDS]:
-        size, top = _segment_bytes(num_bytes), t.pools[pool, TOP]
-        t.pools[pool, TOP] += size
+        size = _segment_bytes(num_bytes)
+        t.pools[pool, LOWEST] -= size
         _reserve(t, pool, size)
-        return _add(t, top, size, pool, FREE)
+        return _add(t, t.pools[pool, LOWEST], size, pool, FREE)
     block = _place_to_grow(t, pool, num_bytes)
     if t.blocks[block, STATE] == UNMAPPED:
         block = _map(t, block, num_bytes)

@@ -24,7 +24,7 @@ from memlab.allocator.rules import (
 )
 
 _ADDRESSES_BYTES = 2**50
-"""Addresses of an expandable segment: more than the memory of any GPU, so that they never run out."""
+"""Addresses of a pool: more than the memory of any GPU, so that they never run out."""
 
 
 class SegmentPool:
@@ -43,7 +43,8 @@ class SegmentPool:
         self.number = number
         self.is_small = number % 2 == 0
         self._blocks = blocks
-        self.top = 0
+        self.lowest = _ADDRESSES_BYTES
+        """The lowest address so far: each segment lies below the former one (`grow`)."""
         self.free_blocks: list[tuple[int, int, int]] = []
         """Size and address of the free blocks, in torch's search order, and the blocks."""
         self.smallest_split_bytes = smallest_split_bytes(in_small_segment=self.is_small)
@@ -70,10 +71,14 @@ class SegmentPool:
         return segment_bytes(num_bytes)
 
     def grow(self, num_bytes: int) -> int:
-        """Reserves memory, and returns a free block for so many bytes that is not in the pool."""
+        """Reserves memory, and returns a free block for so many bytes that is not in the pool.
+
+        CUDA gives a new segment addresses below the former ones (seen on an H200), and of free blocks of one size torch
+        takes the one with the lowest address: one of the latest segment.
+        """
         size = segment_bytes(num_bytes)
-        block = self._blocks.add(self.top, size, self.number)
-        self.top += size
+        self.lowest -= size
+        block = self._blocks.add(self.lowest, size, self.number)
         self._reserve(size)
         return block
 
@@ -116,7 +121,7 @@ class SegmentPool:
 
     def state(self) -> Hashable:
         """Returns what decides about later requests; see `Allocator.state`."""
-        return self.reserved_bytes, self.top, tuple([(size, address) for size, address, _ in self.free_blocks])
+        return self.reserved_bytes, self.lowest, tuple([(size, address) for size, address, _ in self.free_blocks])
 
     def copy(self, blocks: BlockTable) -> Self:
         """Returns a pool in the same state, of a copy of its blocks."""

@@ -16,7 +16,7 @@ UNUSED, IN_ORDER, HOLES, SEGMENTS = range(NUM_LISTS)
 """Rows of `Tables.lists`: places for new blocks; the free blocks by pool, size and address; the unmapped ones by
 address; and free segments while they are returned."""
 NUM_POOL_COLUMNS = 4
-POOL_RESERVED, TOP, NUM_SEARCHES, EXISTS = range(NUM_POOL_COLUMNS)
+POOL_RESERVED, LOWEST, NUM_SEARCHES, EXISTS = range(NUM_POOL_COLUMNS)
 """Columns of `Tables.pools`."""
 NUM_NUMBERS = 8
 RESERVED, NUM_PLACES, NUM_UNUSED, NUM_FREE, NUM_HOLES, EXPANDS, UNSPLIT_FROM, CAPTURES = range(NUM_NUMBERS)

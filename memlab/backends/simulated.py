@@ -95,7 +95,9 @@ def predicting(backend_name: str) -> Backend:
 
 def _fill_workspaces(scenario: Scenario) -> None:
     if scenario.engine == "fsdp2":
-        hold_fake_workspaces(linears=False, before=LIBRARIES)  # at first products it was not compared with a GPU
+        is_of_te = scenario.state.linear_implementation == "te"
+        # At first products it was not compared with a GPU.
+        hold_fake_workspaces(cublas=multiplies_with_torch(scenario), linears=is_of_te, before=LIBRARIES)
         return
     grouped = has_experts(scenario)
     beside = grouped and scenario.state.moe_shared_expert_overlap and scenario.architecture.moe_shared_expert_gate

@@ -136,6 +136,9 @@ class Architecture:
     moe_shared_expert_intermediate_size: int | None = None
     """Columns of the shared experts of a layer together, which all tokens pass through; None has no such experts."""
     moe_shared_expert_gate: bool = False
+    moe_latent_size: int | None = None
+    """Columns to which a matrix brings tokens before they are sent to experts; another one leads back. None sends them
+    as they are."""
     multi_latent_attention: bool = False
     q_lora_rank: int | None = None
     kv_lora_rank: int = 0
@@ -393,6 +396,11 @@ class Architecture:
     def shared_sizes(self) -> list[SharedSize]:
         """The sizes of its parts that ranks share."""
         return [size for part in self.parts for size in part.shared_sizes()]
+
+    @property
+    def sent_size(self) -> int:
+        """Columns of a token as it is sent to experts."""
+        return self.moe_latent_size or self.hidden_size
 
     @property
     def routes(self) -> bool:

@@ -117,10 +117,10 @@ def check_exchange(state: TrainingState, architecture: Architecture, layout: Lay
         )
     if backend == "hybridep":
         is_whole = ranks <= RANKS_OF_A_NODE or ranks % RANKS_OF_A_NODE == 0
-        if not is_whole or architecture.hidden_size % 16:
+        if not is_whole or architecture.sent_size % 16:
             raise RuleError(
-                f"moe_flex_dispatcher_backend is 'hybridep' with {ranks} ranks that share the experts and hidden_size "
-                f"{architecture.hidden_size}, must be at most {RANKS_OF_A_NODE} or a multiple of it, and a "
+                f"moe_flex_dispatcher_backend is 'hybridep' with {ranks} ranks that share the experts and tokens of "
+                f"{architecture.sent_size} columns, must be at most {RANKS_OF_A_NODE} or a multiple of it, and a "
                 "multiple of 16: choose another expert_model_parallel_size, or alltoall",
                 *("moe_flex_dispatcher_backend", "expert_model_parallel_size"),
             )

@@ -16,9 +16,12 @@ def multiplies_with_torch(scenario: Scenario) -> bool:
     The linears of Transformer Engine have their own workspace. Torch multiplies in the output layer, in routers, in
     unfused attention, which Transformer Engine also takes for fp32, in Megatron's own layers, and in adapters of
     Megatron-Bridge: those of ms-swift are linears of Transformer Engine. A pipeline stage of dense layers before the
-    last stage does none of it.
+    last stage does none of it. Of a model under FSDP2 with linears of Transformer Engine (NeMo Automodel's classes), it
+    is the router alone.
     """
     layout, state = scenario.layout, scenario.state
+    if scenario.engine == "fsdp2":
+        return state.linear_implementation == "torch" or not state.fake_balanced_gate
     return (
         layout.pipeline_stage == layout.pipeline_model_parallel_size - 1
         or has_experts(scenario)

@@ -46,7 +46,7 @@ def exchange_buffers(job: Scenario) -> ExchangeBuffers:
 
 
 def _deep_ep(job: Scenario) -> ExchangeBuffers:
-    ranks, hidden_bytes = job.layout.ranks_of_exchange, 2 * job.architecture.hidden_size
+    ranks, hidden_bytes = job.layout.ranks_of_exchange, 2 * job.architecture.sent_size
     channels, near = job.state.moe_deepep_num_sms // 2, min(RANKS_OF_A_NODE, ranks)
     nodes = max(ranks // RANKS_OF_A_NODE, 1)
     in_flight, at_once = OF_DEEP_EP[ranks]
@@ -63,7 +63,7 @@ def _deep_ep(job: Scenario) -> ExchangeBuffers:
 
 def _hybrid_ep(job: Scenario, ranks_of_a_node: int) -> int:
     """Returns the buffers for the case that all tokens of all ranks go to this one."""
-    ranks, hidden = job.layout.ranks_of_exchange, job.architecture.hidden_size
+    ranks, hidden = job.layout.ranks_of_exchange, job.architecture.sent_size
     experts = (job.architecture.num_moe_experts or 0) * job.layout.expert_tensor_size
     tokens, scales = hybrid_ep_tokens(job.tokens_of_rank), hidden // 128
     nodes, of_node = ranks // ranks_of_a_node, experts // ranks * ranks_of_a_node
@@ -93,8 +93,11 @@ def require_no_library_for_exchange(job: Scenario) -> None:
         RuleError: If it does.
     """
     state, ranks = job.state, job.layout.expert_model_parallel_size
-    if job.engine == "fsdp2" and (ranks > 1 or state.attn_implementation == "te"):
-        name, value = ("expert_model_parallel_size", ranks) if ranks > 1 else ("attn_implementation", "te")
+    values: dict[str, object] = {"expert_model_parallel_size": ranks}
+    values |= {name: getattr(state, name) for name in ("attn_implementation", "linear_implementation")}
+    for name, value in values.items() if job.engine == "fsdp2" else ():
+        if value != "te" and (name != "expert_model_parallel_size" or value == 1):
+            continue
         raise RuleError(
             f"{name} is {value!r} with engine 'fsdp2', which memlab only predicts: predict the step (memlab predict, "
             "backend 'simulated')",

@@ -202,7 +202,6 @@ def _hybrid(fields: ConfigJson, kind: ModelType, pattern: str) -> dict[str, Any]
         "conv_kernel": 4,
     }
     modelled |= {"chunk_size": 128, "use_bias": False, "mamba_proj_bias": False, "residual_in_fp32": False}
-    modelled["moe_latent_size"] = None
     for name, value in modelled.items():
         if fields.values.get(name, value) not in (value, None):
             raise ValueError(f"{name} {shortened(fields.values[name])} is not modelled: memlab models {value!r}")
@@ -216,6 +215,7 @@ def _hybrid(fields: ConfigJson, kind: ModelType, pattern: str) -> dict[str, Any]
     }
     if "E" in pattern:
         read["moe_shared_expert_intermediate_size"] = fields.whole("moe_shared_expert_intermediate_size")
+        read["moe_latent_size"] = fields.values.get("moe_latent_size")
         read["moe_layer_freq"] = None
     return read
 

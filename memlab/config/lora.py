@@ -30,12 +30,14 @@ EXTRA_LAYERS = "mtp.layers.{}"
 """Layers of multi-token prediction."""
 EXTRA_LAYER = f"{EXTRA_LAYERS}.transformer_layer"
 """The transformer layer in one of them, which megatron-core 0.17 has renamed."""
+OF_LINEAR_ATTENTION = ("in_proj", "out_proj")
+"""Those of layers of Mamba, and of gated delta net."""
 JOINING, OUTPUT_LAYER = "eh_proj", "output_layer"
 PARTS = {"linear_qkv": ("linear_q", "linear_k", "linear_v"), "linear_fc1": ("linear_fc1_gate", "linear_fc1_up")}
 """The parts of fused linears: each has an adapter in the canonical form (``CanonicalLoRA`` of Megatron-Bridge)."""
 CANONICAL = (*PARTS["linear_qkv"], "linear_proj", *PARTS["linear_fc1"], "linear_fc2")
 _WHOLE = {part: linear for linear, parts in PARTS.items() for part in parts}
-_ADAPTABLE = (*LINEARS, *OF_LATENT_ATTENTION, JOINING, OUTPUT_LAYER)
+_ADAPTABLE = (*LINEARS, *OF_LATENT_ATTENTION, *OF_LINEAR_ATTENTION, JOINING, OUTPUT_LAYER)
 OF_TRANSFORMERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
     "linear_proj": ("o_proj",),
@@ -78,9 +80,10 @@ class LoRA:
     target_modules: tuple[str, ...] = option(
         LINEARS,
         "linears that have adapters: linear_qkv, linear_proj, linear_fc1, linear_fc2, output_layer, eh_proj of "
-        "multi-token prediction, those of latent attention such as linear_kv_down_proj, in the canonical "
-        "form linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up, with engine fsdp2 q_proj and the other "
-        "names of transformers, or patterns of whole names with asterisks (default: the first four in every layer)",
+        "multi-token prediction, those of latent attention such as linear_kv_down_proj, in_proj and out_proj of Mamba "
+        "and gated delta net, in the canonical form linear_q, linear_k, linear_v, linear_fc1_gate, linear_fc1_up, with "
+        "engine fsdp2 q_proj and the other names of transformers, or patterns of whole names with asterisks (default: "
+        "the first four in every layer)",
         choices=LINEARS,
         **_ADAPTERS,
     )

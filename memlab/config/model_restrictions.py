@@ -13,8 +13,9 @@ from importlib import metadata
 
 from memlab.config.architectures import Architecture
 from memlab.config.fp8_restrictions import check_fp8_settings
-from memlab.config.lora import OF_LATENT_ATTENTION
+from memlab.config.lora import OF_LATENT_ATTENTION, LoRA
 from memlab.config.option import Option, check_engine, options_of
+from memlab.config.parts.part import FeedForward, Part
 from memlab.config.scenario import Scenario
 from memlab.config.settings import (
     OFFLOAD_MODULES,
@@ -249,44 +250,59 @@ def _check_frozen_layers(settings: MemorySettings, scenario: Scenario) -> None:
     if lora is None or lora.enable_input_require_grads or scenario.layout.pipeline_stage > 0:
         return
     for number, layer in enumerate(scenario.chunks_of_rank[0]):
-        attention, feed_forward = scenario.architecture.parts_of(layer)
-        precedes = any(lora.adapted(number, attention.weights()))
-        if precedes and "layernorm" in modules and scenario.architecture.multi_latent_attention:
-            raise RuleError(
-                "recompute_modules has 'layernorm', but the input of the norm before the first adapted attention "
-                "requires no gradient, on which Megatron-Core's step fails: leave it out, or set "
-                "lora_enable_input_require_grads",
-                *("recompute_modules", "lora_enable_input_require_grads"),
-            )
-        latent = [name for _, name in lora.adapted(number, attention.weights()) if name.endswith(OF_LATENT_ATTENTION)]
-        if "mla_up_proj" in modules and latent and not any(name.endswith("_down_proj") for name in latent):
-            raise RuleError(
-                "recompute_modules has 'mla_up_proj', but no linear before it in the first layers has an adapter: its "
-                "input requires no gradient, and Megatron-Core's checkpoint then gives none to the adapters inside it: "
-                "leave it out, or add linear_kv_down_proj to lora_target_modules",
-                *("recompute_modules", "lora_target_modules"),
-            )
-        if feed_forward.routes:
-            before_activation = precedes or lora.adapts(f"decoder.layers.{number}.mlp.experts.linear_fc1")
-            for module, is_preceded in (("layernorm", precedes), ("moe_act", before_activation)):
-                if module in modules and not is_preceded:
-                    raise RuleError(
-                        f"recompute_modules has {module!r}, but no linear before it in the first layers has an "
-                        "adapter, so its input requires no gradient, on which Megatron-Core's step fails: leave it "
-                        "out, or add linear_qkv to lora_target_modules",
-                        *("recompute_modules", "lora_target_modules"),
-                    )
-        is_adapted = any(lora.adapted(number, feed_forward.weights()))
-        module = "moe" if feed_forward.routes else "mlp"
-        if module in modules and is_adapted and not precedes:
-            raise RuleError(
-                f"recompute_modules has {module!r}, but no linear before it in the first layers has an adapter: its "
-                "input requires no gradient, and Megatron-Core's checkpoint then gives none to the adapters inside it: "
-                "leave it out, add linear_qkv to lora_target_modules, or set lora_enable_input_require_grads",
-                *("recompute_modules", "lora_target_modules", "lora_enable_input_require_grads"),
-            )
+        precedes = is_adapted = False  # in this layer; the first one with an adapter is the last to look at
+        for part in scenario.architecture.parts_of(layer):
+            precedes |= is_adapted
+            is_adapted = any(lora.adapted(number, part.weights()))
+            if isinstance(part, FeedForward):
+                _check_frozen_feed_forward(part, number, modules, lora, precedes=precedes, is_adapted=is_adapted)
+            else:
+                _check_frozen_latent_attention(scenario, part, number, modules)
         if precedes or is_adapted:
             return
+
+
+def _check_frozen_latent_attention(scenario: Scenario, part: Part, number: int, modules: Sequence[str]) -> None:
+    lora = scenario.state.lora
+    assert lora is not None, "the caller has adapters"
+    adapted = [name for _, name in lora.adapted(number, part.weights())]
+    if adapted and "layernorm" in modules and scenario.architecture.multi_latent_attention:
+        raise RuleError(
+            "recompute_modules has 'layernorm', but the input of the norm before the first adapted attention "
+            "requires no gradient, on which Megatron-Core's step fails: leave it out, or set "
+            "lora_enable_input_require_grads",
+            *("recompute_modules", "lora_enable_input_require_grads"),
+        )
+    latent = [name for name in adapted if name.endswith(OF_LATENT_ATTENTION)]
+    if "mla_up_proj" in modules and latent and not any(name.endswith("_down_proj") for name in latent):
+        raise RuleError(
+            "recompute_modules has 'mla_up_proj', but no linear before it in the first layers has an adapter: its "
+            "input requires no gradient, and Megatron-Core's checkpoint then gives none to the adapters inside it: "
+            "leave it out, or add linear_kv_down_proj to lora_target_modules",
+            *("recompute_modules", "lora_target_modules"),
+        )
+
+
+def _check_frozen_feed_forward(
+    part: FeedForward, number: int, modules: Sequence[str], lora: LoRA, *, precedes: bool, is_adapted: bool
+) -> None:
+    before_activation = precedes or lora.adapts(f"decoder.layers.{number}.mlp.experts.linear_fc1")
+    for module, is_preceded in (("layernorm", precedes), ("moe_act", before_activation)):
+        if part.routes and module in modules and not is_preceded:
+            raise RuleError(
+                f"recompute_modules has {module!r}, but no linear before it in the first layers has an "
+                "adapter, so its input requires no gradient, on which Megatron-Core's step fails: leave it "
+                "out, or add linear_qkv to lora_target_modules",
+                *("recompute_modules", "lora_target_modules"),
+            )
+    module = "moe" if part.routes else "mlp"
+    if module in modules and is_adapted and not precedes:
+        raise RuleError(
+            f"recompute_modules has {module!r}, but no linear before it in the first layers has an adapter: its "
+            "input requires no gradient, and Megatron-Core's checkpoint then gives none to the adapters inside it: "
+            "leave it out, add linear_qkv to lora_target_modules, or set lora_enable_input_require_grads",
+            *("recompute_modules", "lora_target_modules", "lora_enable_input_require_grads"),
+        )
 
 
 def _check_megatron(*of_job: MemorySettings | TrainingState) -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
+from numbers import Integral
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
@@ -144,7 +145,7 @@ def options_of(cls: type) -> dict[str, Option]:
 
 
 def check_options(settings: Any, prefix: str = "") -> None:
-    """Checks the type, the choices and the range of each option of an object.
+    """Checks the type, the choices and the range of each option of an object, and makes numpy's whole numbers Python's.
 
     Args:
         settings: The object.
@@ -157,7 +158,10 @@ def check_options(settings: Any, prefix: str = "") -> None:
     for name, one in options_of(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
         if name not in own:
             continue  # of an object that has checked itself
-        value, name = getattr(settings, name), prefix + name  # noqa: PLW2901
+        value = getattr(settings, name)
+        if one.kind == "whole" and isinstance(value, Integral) and not isinstance(value, int):
+            object.__setattr__(settings, name, value := int(value))
+        name = prefix + name  # noqa: PLW2901
         if value is None and one.may_be_none:
             continue
         if one.kind == "whole":

@@ -42,11 +42,11 @@ FAMILIES_OF_FSDP2 = (
     *("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text"),
     *("granite", "olmo2", "glm"),
 )
-"""The families that the engine fsdp2 builds."""
+"""The families of which the engine fsdp2 builds transformers' classes."""
 _FAMILIES_OF_TENSOR_PARALLEL = ("llama", "mistral", "phi3", "qwen2", "qwen3")
 """Those of them that it divides over tensor parallel ranks."""
-FAMILIES_OF_AUTOMODEL = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Those of them of which NeMo Automodel has classes of its own (``_transformers/registry.py``)."""
+FAMILIES_OF_AUTOMODEL = ("llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", "gpt_oss")
+"""Families of which NeMo Automodel has classes of its own (``_transformers/registry.py``), and memlab these."""
 _BOTH: dict[str, tuple[EngineName, ...]] = {"engines": ("megatron", "fsdp2")}
 _KINDS: dict[str, type] = {
     "architecture": Architecture,
@@ -306,7 +306,7 @@ class Scenario:
         if self.architecture.hybrid_override_pattern is None:
             return
         state, others = self.state, {"packed_sequences": self.packed_sequences is not None}
-        others |= {"context_parallel_size": self.layout.context_parallel_size > 1, "lora_rank": state.lora is not None}
+        others |= {"context_parallel_size": self.layout.context_parallel_size > 1}
         others |= {"mtp_num_layers": bool(state.mtp_num_layers), "cuda_graph_impl": state.cuda_graph_impl != "none"}
         others |= {"transformer_impl": state.transformer_impl == "local", "fp8_format": state.fp8_format is not None}
         for name, is_on in others.items():
@@ -350,6 +350,14 @@ class Scenario:
                 *("pipeline_model_parallel_layout", "mtp_num_layers"),
             )
 
+    def _refuse_latent_experts(self) -> None:
+        if self.architecture.moe_latent_size:
+            raise RuleError(
+                f"engine is {self.engine!r} with moe_latent_size {self.architecture.moe_latent_size}, which memlab has "
+                "with Megatron only: choose engine 'megatron'",
+                "engine",
+            )
+
     def _check_engine(self) -> None:
         for settings in (self, self.layout, self.state):
             check_engine(settings, self.engine)
@@ -362,13 +370,15 @@ class Scenario:
                 "engine does not build: choose another model, or engine 'megatron'",
                 "engine",
             )
-        if self.architecture.family not in FAMILIES_OF_FSDP2:
+        family, is_of_transformers = self.architecture.family, self.state.model_classes == "transformers"
+        if family not in FAMILIES_OF_FSDP2 and (is_of_transformers or family not in FAMILIES_OF_AUTOMODEL):
+            own = ", or NeMo Automodel's own classes with model_classes automodel" * (family in FAMILIES_OF_AUTOMODEL)
             raise RuleError(
-                f"engine is {self.engine!r}, and {self.architecture.name} is of the family "
-                f"{self.architecture.family}, which this engine does not build yet: choose a model of "
-                f"{', '.join(FAMILIES_OF_FSDP2)}, or engine 'megatron'",
+                f"engine is {self.engine!r}, and {self.architecture.name} is of the family {family}, which this engine "
+                f"does not build yet: choose a model of {', '.join(FAMILIES_OF_FSDP2)}{own}, or engine 'megatron'",
                 "engine",
             )
+        self._refuse_latent_experts()
         if self.architecture.routes and self.dtype != "bf16":
             # ``_grouped_mm`` with CUDA's kernel (``_meta_grouped_mm_common`` in torch/_meta_registrations.py, 2.13).
             raise RuleError(
@@ -532,7 +542,27 @@ class Scenario:
 
     def _check_experts_of_automodel(self) -> None:
         """Refuses what memlab does not predict beside the classes of `memlab.engines.fsdp2.automodel_experts`."""
-        state, layout = self.state, self.layout
+        state, layout, model = self.state, self.layout, self.architecture
+        is_plain = not (model.multi_latent_attention or model.softmax_type == "learnable")
+        if not is_plain and state.attn_implementation != "te":
+            raise RuleError(
+                f"attn_implementation is {state.attn_implementation!r}, and {model.name} has latent attention or "
+                "sinks, of which memlab has with model_classes only Transformer Engine's kernel: choose te",
+                *("attn_implementation", "model_classes"),
+            )
+        if model.family == "gpt_oss" and state.model_classes == "automodel_0.7.0":
+            raise RuleError(
+                f"model_classes is {state.model_classes!r}, and memlab has NeMo Automodel's class of {model.name} only "
+                "as in August 2026: choose automodel",
+                "model_classes",
+            )
+        if model.name.startswith("glm-"):
+            raise RuleError(
+                f"model_classes is {state.model_classes!r}, and memlab does not have NeMo Automodel's class of "
+                f"{model.name}, which multiplies what experts return by a router's weights in fp32: choose another "
+                "model",
+                "model_classes",
+            )
         is_spread = layout.expert_model_parallel_size > 1
         for name, value, is_refused in (
             ("fsdp_version", 1, state.fsdp_version == 1),
@@ -910,6 +940,13 @@ class Scenario:
                 f"in bf16 only, and model_classes is {self.state.model_classes!r}: choose sdpa",
                 *("attn_implementation", "model_classes"),
             )
+        for name in ("fake_balanced_gate", "linear_implementation"):
+            if name in self.state.changed() and not is_of_experts:
+                raise RuleError(
+                    f"{name} is {getattr(self.state, name)!r}, which memlab has for NeMo Automodel's own classes of "
+                    f"models with experts only, and model_classes is {self.state.model_classes!r}: leave {name} out",
+                    *(name, "model_classes"),
+                )
         if self.state.attn_implementation == "flash_attention_2" and self.dtype != "bf16":
             raise RuleError(
                 f"attn_implementation is 'flash_attention_2' with dtype {self.dtype!r}, must be 'sdpa' or 'eager' "
@@ -1054,6 +1091,12 @@ class Scenario:
                 f"{self.state.moe_token_dispatcher_type!r}, must have alltoall by a rule of Megatron-Core: choose "
                 "alltoall, or leave moe_shared_expert_overlap out",
                 *("moe_shared_expert_overlap", "moe_token_dispatcher_type"),
+            )
+        if self.architecture.moe_latent_size:
+            raise RuleError(
+                f"moe_shared_expert_overlap is True with moe_latent_size {self.architecture.moe_latent_size}, which "
+                "Megatron-Core does not have together: leave moe_shared_expert_overlap out",
+                "moe_shared_expert_overlap",
             )
         has_adapters = any(".shared_experts." in name for _, name in self.linears_with_adapters())
         if has_adapters and self.layout.tensor_model_parallel_size > 1:
@@ -1233,6 +1276,8 @@ class Scenario:
         joining = joining_weights(model.hidden_size, model.normalization)
         for weight in (*joining, *model.weights_of([self.num_layers - 1])) if extra else ():
             counts[weight] += extra
+        if self.state.fake_balanced_gate:
+            counts = Counter({one: count for one, count in counts.items() if not one.name.startswith("mlp.router.")})
         return counts
 
     def weights_of_adapters(self) -> Iterator[Weight]:

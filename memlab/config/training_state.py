@@ -39,6 +39,7 @@ ReshardAfterForward = Literal["all_but_last", "all", "none"]
 AttnImplementation = Literal["sdpa", "flash_attention_2", "eager", "te"]
 SeparateEmbeddings = Literal["none", "input", "both"]
 ModelClasses = Literal["transformers", "automodel", "automodel_0.7.0"]
+LinearImplementation = Literal["torch", "te"]
 LossOfTransformers = Literal[
     "cross_entropy", "masked_cross_entropy", "logprobs_flash_attn", "logprobs_by_row", "topk_logits"
 ]
@@ -715,11 +716,26 @@ class TrainingState:
     model_classes: ModelClasses = option(
         "transformers",
         "whose classes the model is built of: those of transformers (the default), or NeMo Automodel's own of Llama, "
-        "Qwen2, Qwen3 and Qwen3-MoE, as in August 2026 (automodel) or as released (automodel_0.7.0)",
+        "Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V3 and gpt-oss, as in August 2026 (automodel) or as released "
+        "(automodel_0.7.0)",
         rebuilds="model",
         **_LOOP_OF_FSDP2,
     )
     """`memlab.engines.fsdp2.automodel_classes` and `memlab.engines.fsdp2.automodel_experts` have them."""
+    fake_balanced_gate: bool = option(
+        False,
+        "with NeMo Automodel's own classes of models with experts: tokens choose experts in turn, without a router",
+        rebuilds="model",
+        **_LOOP_OF_FSDP2,
+    )
+    """``model.backend.fake_balanced_gate``, of Automodel's benchmarks: the model then has no weights of routers."""
+    linear_implementation: LinearImplementation = option(
+        "torch",
+        "with NeMo Automodel's own classes of models with experts: whose linears they have, torch's or Transformer "
+        "Engine's (te, only predicted), which have a workspace of their own",
+        rebuilds="model",
+        **_LOOP_OF_FSDP2,
+    )
     attn_implementation: AttnImplementation = option(
         "sdpa",
         "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "

@@ -63,6 +63,7 @@ class OtherModel:
         """Returns two models that have its known sizes, and others for what is not known; they predict nothing."""
         known = {name: value for name, value in self.fields.items() if name in _STANDING}
         routes = "num_moe_experts" in known or ("hidden_size" not in known and "moe_router_dtype" in self.provider)
+        known.pop("moe_latent_size", None)  # Megatron-Core's rules for it may not fit what a provider sets
         kind = "latent attention" if known.get("multi_latent_attention") else "experts" if routes else "dense"
         if known.get("moe_shared_expert_gate") or (routes and "moe_shared_expert_overlap" in self.provider):
             known.setdefault("moe_shared_expert_intermediate_size", 512)

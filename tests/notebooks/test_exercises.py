@@ -183,6 +183,7 @@ EXERCISES = {
             also_right=(
                 "from dataclasses import replace\n"
                 + step('replace(full.settings, recompute_method="block", recompute_num_layers=num_layers - 1)'),
+                "import numpy as np; " + block("np.int64(num_layers - 1)"),
                 "options = dict(recompute_granularity='full', recompute_method='block', recompute_num_layers=3)\n"
                 + step("MemorySettings(**options)"),
             ),

@@ -33,7 +33,7 @@ class CachingAllocator:
     trace: list[dict[str, Any]] = field(default_factory=list)
     totals: list[tuple[int, int, int]] = field(default_factory=list)
     """Allocated, waiting and reserved bytes after each entry."""
-    top: int = BASE
+    lowest: int = BASE
 
     def malloc(self, size: int, frames: list[dict[str, Any]] | None = None, metadata: str = "") -> Block:
         rounded = max(512, (size + 511) // 512 * 512)
@@ -104,9 +104,9 @@ class CachingAllocator:
 
     def _new_segment(self, rounded: int, is_small: bool) -> Block:
         size = 2 * MIB if is_small else 20 * MIB if rounded < 10 * MIB else -(-rounded // (2 * MIB)) * 2 * MIB
-        block = Block(self.top, size, is_small)
-        self.segments[self.top] = [block]
-        self.top += size  # segments may touch, as on a device
+        self.lowest -= size  # segments may touch, as on a device
+        block = Block(self.lowest, size, is_small)
+        self.segments[self.lowest] = [block]
         self._note("segment_map" if self.expandable else "segment_alloc", block.address, size)
         return block
 

@@ -11,6 +11,7 @@ import torch
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.backends.simulated import predicting
+from memlab.config.cublas import CUBLAS_WORKSPACE_BYTES
 from memlab.config.exchange_buffers import exchange_buffers, require_no_library_for_exchange
 from memlab.config.parameters import kept_bytes
 from memlab.config.scenario import Scenario
@@ -21,6 +22,7 @@ from memlab.views.text.record import without_state
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 from memlab.engines.fsdp2.automodel_classes import change_classes
 from memlab.engines.fsdp2.hugging_face import build_model
+from memlab.engines.megatron.transformer_engine_caches import TE_WORKSPACE_BYTES
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 FLEX: dict[str, Any] = {"moe_token_dispatcher_type": "flex"}
@@ -118,6 +120,8 @@ def test_gathering_tokens_needs_memory_for_those_of_all_ranks() -> None:
         ({"moe_token_dispatcher_type": "allgather"}, "no rank has tokens for another one"),
         ({"experts": 4, "ranks": 12}, "3 ranks have shards of the same experts, .* divide hidden_size"),
         ({"classes": "transformers", "attn_implementation": "te"}, "attn_implementation is 'te'"),
+        ({"classes": "transformers", "linear_implementation": "te"}, "linear_implementation is 'te'"),
+        ({"classes": "transformers", "fake_balanced_gate": True}, "fake_balanced_gate is True"),
     ],
 )
 def test_what_is_not_predicted_is_refused(change: dict[str, Any], message: str) -> None:
@@ -140,7 +144,10 @@ def test_outside_torch_are_the_groups_that_share_experts_and_the_buffers_of_the_
     assert sent.total_bytes - all_share.total_bytes == buffers.least_bytes > 0
 
 
-@pytest.mark.parametrize("change", [{"experts": 2, "ranks": 2}, {"ranks": 1, "attn_implementation": "te"}])
+@pytest.mark.parametrize(
+    "change",
+    [{"experts": 2, "ranks": 2}, *({"ranks": 1, f"{kind}_implementation": "te"} for kind in ("attn", "linear"))],
+)
 def test_only_predictions_have_shared_experts_and_the_attention_of_te(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="only predicts"):
         require_no_library_for_exchange(of(**change))
@@ -188,11 +195,34 @@ def test_what_memlab_does_not_have_of_the_class_is_named(tmp_path: Path) -> None
     assert effects == {
         "dispatcher": "either",
         "dispatcher_share_token_dispatcher": "more",
-        "linear": "more",
         "gate_precision": "more",
-        "fake_balanced_gate": "less",
         "ignore_router_for_ac": "less",
     }
     path.write_text(text + "peft: {_target_: nemo_automodel.components._peft.lora.PeftConfig}\n")
     job = Job.read(path, version="36044ad3")
     assert job.lacks == ("Automodel's own experts beside adapters",)
+
+
+@pytest.mark.parametrize("dispatcher", ["deepep", "hybridep"])
+def test_a_library_that_sends_tokens_needs_ranks_that_share_experts(tmp_path: Path, dispatcher: str) -> None:
+    """Automodel then builds experts without a dispatcher, and their first forward pass ends with an AttributeError."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.replace("DISPATCHER", dispatcher).replace("ep_size: 8", "ep_size: 1"))
+    job = Job.read(path, version="36044ad3")
+    with pytest.raises(ValueError, match="ep_size 1 on 8 ranks, must be torch"):
+        job.required()
+
+
+def test_without_a_router_there_are_neither_its_weights_nor_its_scores() -> None:
+    """And with linears of Transformer Engine, its workspace alone in the place of torch's two."""
+    steps = {}
+    for number, state in enumerate(({}, {"fake_balanced_gate": True}, {"linear_implementation": "te"})):
+        scenario = of(experts=8, **(state | (steps and {"fake_balanced_gate": True})))
+        with Lab(scenario, backend="simulated") as lab:
+            steps[number] = lab.step()
+    kept = [kept_bytes(of(experts=8, fake_balanced_gate=one)).parameters for one in (False, True)]
+    assert kept[0] - kept[1] == 2 * 8 * 128 * 2 // 8  # two layers, 8 experts, bf16, an eighth
+    router, turns, of_te = (steps[number].peak_by_category for number in range(3))
+    assert router["parameters"] > turns["parameters"]
+    assert turns["activations"] < router["activations"]
+    assert turns["workspace"] - of_te["workspace"] == 2 * CUBLAS_WORKSPACE_BYTES - TE_WORKSPACE_BYTES

@@ -90,6 +90,10 @@ def read(tmp_path: Path, command: str) -> Job:
             LoRA(rank=8, dropout=0.05, target_modules=(*LINEARS, *LATENT), **OF_SWIFT),
         ),
         (
+            SWIFT.replace("Qwen/Qwen3-8B", "Qwen/Qwen3-Next-80B-A3B-Instruct"),
+            LoRA(rank=8, dropout=0.05, target_modules=(*LINEARS, "in_proj", "out_proj"), **OF_SWIFT),
+        ),
+        (
             f"{SWIFT.replace('Qwen/Qwen3-8B', 'moonshotai/Moonlight-16B-A3B')}{SPLIT}",
             LoRA(rank=8, dropout=0.05, target_modules=(*LINEARS, *LATENT), **OF_SWIFT),
         ),

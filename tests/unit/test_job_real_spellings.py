@@ -412,7 +412,6 @@ def test_ranks_of_ms_swift_that_only_a_run_shows_are_said(nodes: str, tmp_path: 
     [
         "experimental_attention_variant=dsa",
         "heterogeneous_layers=true",
-        "moe_latent_size=128",
     ],
 )
 def test_layers_of_another_kind_are_another_model(framework: str, key: str, tmp_path: Path) -> None:

@@ -194,7 +194,9 @@ def test_a_config_of_an_unknown_family_names_its_sizes(tmp_path: Path) -> None:
 
 
 def test_sizes_of_a_file_take_the_place_of_layers_that_memlab_lacks(tmp_path: Path) -> None:
-    common = _fields(_job(tmp_path, FP16.replace("--fp16", "--bf16 --moe-latent-size 128"), "run.sh"))
+    common = _fields(
+        _job(tmp_path, FP16.replace("--fp16", "--bf16 --heterogeneous-layers-config-path layers.json"), "run.sh")
+    )
     assert common.models == ("run",) and common.values["layout"]["data_parallel_size"] == 4
     assert not [name for name in common.model["fields"] if name.startswith(("kv_lora", "v_head", "moe_"))]
 

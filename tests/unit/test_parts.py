@@ -14,7 +14,7 @@ from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.layout import Layout
 from memlab.config.parameters import kept_bytes, parameters_of_rank
-from memlab.config.scenario import Dtype
+from memlab.config.scenario import Dtype, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.lab.lab import Lab
@@ -42,7 +42,9 @@ MODELS = [
         "qwen3-moe-tiny",
     )
 ]
-MODELS += [replace(MODELS[-1], name="dense first", moe_layer_freq=(0, 1, 1, 1))]
+LATENT_EXPERTS = replace(MODELS[-1], name="latent experts", moe_latent_size=48)
+MODELS += [LATENT_EXPERTS]
+MODELS += [replace(MODELS[-2], name="dense first", moe_layer_freq=(0, 1, 1, 1))]
 MODELS += [replace(MODELS[-1], name="every second", moe_layer_freq=(1, 0, 1, 0))]
 PRECISION_AWARE = {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 SPREAD = Layout(tensor_model_parallel_size=2, expert_tensor_parallel_size=1, expert_model_parallel_size=2, rank=1)
@@ -134,3 +136,11 @@ def test_olmoe_s_norms_take_all_heads_as_one_row(monkeypatch: pytest.MonkeyPatch
     assert predicted.activation_peak_bytes == measured.activation_peak_bytes
     with pytest.raises(ValueError, match="must be 1 for olmoe-tiny"):
         Lab("olmoe-tiny", layout=Layout(tensor_model_parallel_size=2), backend="simulated")
+
+
+def test_latent_experts_are_refused_where_no_code_has_them() -> None:
+    with pytest.raises(ValueError, match="engine is 'fsdp2' with moe_latent_size 48"):
+        Scenario.of(LATENT_EXPERTS, engine="fsdp2")  # a Qwen3-MoE otherwise
+    shared = replace(LATENT_EXPERTS, moe_shared_expert_intermediate_size=64)
+    with pytest.raises(ValueError, match="moe_shared_expert_overlap is True with moe_latent_size 48"):
+        Scenario.of(shared, state=TrainingState(moe_shared_expert_overlap=True))

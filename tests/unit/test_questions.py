@@ -56,6 +56,9 @@ def test_the_result_stands_beside_the_guess(
         ("3/4", "of 4", 3, "3 of 4 (exact)"),
         ("3/5", "of 4", 3, "3/5 (enter a number to compare the two)"),
         ("5/8", "%", 62.5, "62.5 % (exact)"),
+        ("60 percent", "%", 60, "60 % (exact)"),
+        ("about 60 per cent", "%", 60, "60 % (exact)"),
+        ("4x", "times", 4, "4 times (exact)"),
         ("5/8 %", "%", 0.625, "0.62 % (exact)"),
         ("1/0", "%", 3, "1/0 (enter a number in % to compare the two)"),
         ("175k", "bytes per token", 175_000, "175,000 bytes per token (exact)"),
@@ -75,6 +78,7 @@ def test_a_share_or_a_count_is_compared_by_its_difference(entered: str, unit: st
 PART = "Which part is the largest: parameters, gradients, optimizer state or activations?"
 PHASE = "When in the step does memory peak: forward, backward or optimizer?"
 FITS = "Does the job fit or does it not?"
+HIGHER = "Is the peak lower, equal or higher?"
 RANK = "Which rank needs the most memory?"
 YES_OR_NO = "Is the loss still the same: yes or no?"
 
@@ -99,6 +103,11 @@ YES_OR_NO = "Is the loss still the same: yes or no?"
         (FITS, "it does not fit", "does not fit", "it does not fit (right)"),
         (FITS, "does not fit", "fits", "does not fit (wrong)"),
         (FITS, "no", "does not fit", "no"),
+        (FITS, "won't fit", "does not fit", "won't fit (right)"),
+        (HIGHER, "a bit higher", "higher", "a bit higher (right)"),
+        (HIGHER, "no higher", "higher", "no higher (wrong)"),
+        (HIGHER, "not higher", "higher", "not higher (wrong)"),
+        (HIGHER, "not equal, but higher", "higher", "not equal, but higher"),
         (YES_OR_NO, "y", "yes, to the last bit", "y (right)"),
         (YES_OR_NO, "n", "yes, to the last bit", "n (wrong)"),
         (YES_OR_NO, "no", "no", "no (right)"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from memlab.config import without_effect
@@ -114,6 +115,14 @@ def test_gradients_go_with_the_optimizer_or_alone_but_never_with_the_parameters(
     assert MemorySettings(offload_optimizer=True, offload_gradients=False).offload_gradients is False
     assert MemorySettings(offload_gradients=True).offload_optimizer is False
     assert MemorySettings(offload_parameters=True).offload_gradients is False
+
+
+def test_numpy_s_whole_numbers_are_whole_numbers_and_its_other_numbers_are_not() -> None:
+    given = MemorySettings(offload_modules=["moe_act"], min_offloaded_tensor_size=np.int64(3))
+    assert given == MemorySettings(offload_modules=["moe_act"], min_offloaded_tensor_size=3)
+    assert type(given.min_offloaded_tensor_size) is int, "JSON has no other"
+    with pytest.raises(RuleError, match=r"min_offloaded_tensor_size is .*3\.0.*, must be a whole number"):
+        MemorySettings(offload_modules=["moe_act"], min_offloaded_tensor_size=np.float64(3))  # type: ignore[arg-type]
 
 
 def test_settings_cannot_be_changed_after_they_were_checked() -> None:

@@ -43,6 +43,7 @@ OF_OTHER_PARTS = {
     "Nemotron-H's": ARCHITECTURES["nemotron-h-tiny"],
     "Nemotron 3's": ARCHITECTURES["nemotron-3-tiny"],
     "gated delta net's": replace(ARCHITECTURES["qwen3-next-tiny"], linear_attention_freq=(1, 0, 1, 0)),
+    "latent experts'": replace(ARCHITECTURES["nemotron-3-tiny"], moe_latent_size=48),
     "gpt-oss'": replace(ARCHITECTURES["gpt-oss-tiny"], moe_router_pre_softmax=True),
 }
 

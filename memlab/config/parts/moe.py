@@ -44,6 +44,7 @@ class Experts(FeedForward):
     moe_router_topk_scaling_factor: float | None
     moe_shared_expert_intermediate_size: int | None
     moe_shared_expert_gate: bool
+    moe_latent_size: int | None
     add_bias_linear: bool
     quick_geglu: bool
     glu_linear_offset: float
@@ -65,6 +66,7 @@ class Experts(FeedForward):
         is_plain = self.moe_router_score_function == "softmax"
         is_plain = is_plain and self.gated_linear_unit and not (self.add_bias_linear or self.quick_geglu)
         is_plain = is_plain and self.moe_router_group_topk is self.moe_router_topk_scaling_factor is None
+        is_plain = is_plain and self.moe_latent_size is None
         return ("none", "full") if is_plain and not self.moe_shared_expert_intermediate_size else ()
 
     @property
@@ -88,10 +90,10 @@ class Experts(FeedForward):
     def check(self, name: str) -> None:
         """Checks the fields, and Megatron's rules for them (``TransformerConfig.__post_init__``, 0.16.1 and 0.19.2)."""
         Part.check(self, name)
-        shared, factor = self.moe_shared_expert_intermediate_size, self.moe_router_topk_scaling_factor
-        if shared is not None:
-            field = f"{name}: moe_shared_expert_intermediate_size"
-            check_whole_number(field, shared, at_most=_MOST_OF_ONE, action="correct it")
+        factor = self.moe_router_topk_scaling_factor
+        for field in ("moe_shared_expert_intermediate_size", "moe_latent_size"):
+            if getattr(self, field) is not None:
+                check_whole_number(f"{name}: {field}", getattr(self, field), at_most=_MOST_OF_ONE, action="correct it")
         if self.activation_func_clamp_value is not None:
             check_number(
                 f"{name}: activation_func_clamp_value", self.activation_func_clamp_value, 0, 1e6, action="correct it"
@@ -135,6 +137,11 @@ class Experts(FeedForward):
             yield (
                 "add_bias_linear is True with moe_shared_expert_intermediate_size, must be False there by a rule of "
                 "Megatron-Core: correct one of them"
+            )
+        if self.add_bias_linear and self.moe_latent_size:
+            yield (
+                "add_bias_linear is True with moe_latent_size, must be False there, since memlab has no biases of what "
+                "leads to experts: correct one of them"
             )
         if self.moe_shared_expert_gate and not self.moe_shared_expert_intermediate_size:
             yield (
@@ -189,6 +196,11 @@ class Experts(FeedForward):
         }
 
     @property
+    def sent_size(self) -> int:
+        """Columns of a token as it is sent to experts."""
+        return self.moe_latent_size or self.hidden_size
+
+    @property
     def _rows(self) -> int:
         """Rows of an expert's first matrix for each column of its second one."""
         return 2 if self.gated_linear_unit else 1
@@ -198,8 +210,9 @@ class Experts(FeedForward):
         return (
             *norm_weights("pre_mlp_layernorm.", hidden, self.normalization),
             Weight("mlp.router.weight", (count, hidden)),
-            Weight("mlp.experts.linear_fc1.weight", (self._rows * width, hidden), split=0, num_experts=count),
-            Weight("mlp.experts.linear_fc2.weight", (hidden, width), split=1, num_experts=count),
+            *self._latent_weights(),
+            Weight("mlp.experts.linear_fc1.weight", (self._rows * width, self.sent_size), split=0, num_experts=count),
+            Weight("mlp.experts.linear_fc2.weight", (self.sent_size, width), split=1, num_experts=count),
             *(self._biases() if self.add_bias_linear else ()),
             *self._shared_weights(),
         )
@@ -209,6 +222,16 @@ class Experts(FeedForward):
             Weight("mlp.router.bias", (self.num_moe_experts,)),
             Weight("mlp.experts.linear_fc1.bias", (self._rows * self.moe_ffn_hidden_size,), 0, self.num_moe_experts),
             Weight("mlp.experts.linear_fc2.bias", (self.hidden_size,), None, self.num_moe_experts),
+        )
+
+    def _latent_weights(self) -> tuple[Weight, ...]:
+        """Each rank has the whole of both (``moe_layer.py``)."""
+        hidden, latent = self.hidden_size, self.moe_latent_size
+        if latent is None:
+            return ()
+        return (
+            Weight("mlp.fc1_latent_proj.weight", (latent, hidden)),
+            Weight("mlp.fc2_latent_proj.weight", (hidden, latent)),
         )
 
     def _shared_weights(self) -> list[Weight]:
@@ -241,13 +264,14 @@ class Experts(FeedForward):
     @property
     def largest_row(self) -> int:
         """The most elements that one token has in any activation: as rows of its experts, or in shared experts."""
-        of_rows = self.moe_router_topk * max(self.moe_ffn_hidden_size, self.hidden_size)
-        return max(of_rows, self.moe_shared_expert_intermediate_size or 0)
+        of_rows = self.moe_router_topk * max(self.moe_ffn_hidden_size, self.sent_size)
+        return max(of_rows, self.moe_shared_expert_intermediate_size or 0, self.hidden_size)
 
     def operations(self, attended: float) -> float:
         """Returns the FLOPs of the router, of shared experts, and of the experts that one token passes through."""
-        of_experts = 2.0 * (1 + self._rows) * self.hidden_size * self.moe_router_topk * self.moe_ffn_hidden_size
-        return of_experts + 2.0 * self.hidden_size * self.num_moe_experts + self._operations_of_shared()
+        of_experts = 2.0 * (1 + self._rows) * self.sent_size * self.moe_router_topk * self.moe_ffn_hidden_size
+        beside = sum(2.0 * weight.num_elements for weight in self._latent_weights())
+        return of_experts + beside + 2.0 * self.hidden_size * self.num_moe_experts + self._operations_of_shared()
 
     def _operations_of_shared(self) -> float:
         return sum(2.0 * weight.num_elements for weight in self._shared_weights())
@@ -268,7 +292,7 @@ class Experts(FeedForward):
         experts, chosen = self.num_moe_experts, self.moe_router_topk
         if recompute == "full":
             return (13 * experts + 4) * tokens + 8 * experts
-        of_rows = (2 * hidden + 6 * width + 24) * chosen
+        of_rows = (2 * self.sent_size + 6 * width + 24) * chosen + 2 * (self.moe_latent_size or 0)
         of_norm = norm_kept_bytes(self.normalization)
         return (4 * hidden + 4 + of_norm + of_rows + 17 * experts) * tokens + 16 * experts + 4
 

@@ -1,8 +1,8 @@
-"""NeMo Automodel's own class of Qwen3-MoE, in the place of transformers': its layers, router and grouped experts.
+"""NeMo Automodel's own classes of models with experts, in the place of transformers': their layers and experts.
 
-``components/models/qwen3_moe/{model,layers}.py``, ``models/gpt_oss/rope_utils.py``, ``attention/utils.py``,
-``moe/{layers,experts}.py`` and ``moe/megatron/token_dispatcher.py`` of 36044ad3 and of the release 0.7.0, with
-``experts: torch_mm`` or ``gmm``, one product of all experts of a rank. Their dispatcher ``torch`` (here ``allgather``)
+``components/models/{qwen3_moe,deepseek_v3}/model.py``, ``moe/{layers,experts}.py`` and
+``moe/megatron/token_dispatcher.py`` of 36044ad3 and of the release 0.7.0, with ``experts: torch_mm`` or ``gmm``, one
+product of all experts of a rank. Their dispatcher ``torch`` (here ``allgather``)
 gathers the tokens of all ranks that share the experts and adds up what each rank makes of them, in fp32; ``deepep``
 and ``hybridep`` (here ``flex``) are copies of Megatron's dispatcher, which runs itself here.
 """
@@ -19,35 +19,37 @@ from torch.distributed.tensor import DTensor, Shard
 
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2.automodel_attention import Attention, Rotations
+from memlab.engines.fsdp2.automodel_bias import multiplied_with_bias
+from memlab.engines.fsdp2.automodel_latent import ComplexRotations, LatentAttention
 from memlab.engines.fsdp2.automodel_norm import Norm
+from memlab.engines.fsdp2.automodel_router import router_of
 from memlab.engines.megatron.routing_draws import RoutingDraws
-
-_LOSS_OF_BALANCE = 0.001
-"""``router_aux_loss_coef``, where a config.json has none."""
 
 
 def change_experts(module: Any, scenario: Scenario) -> None:
     """Gives transformers' model the parts of Automodel's class; a rank gets its own experts only.
 
     Args:
-        module: transformers' Qwen3-MoE for causal language modeling, before anything is sharded.
+        module: transformers' model for causal language modeling, before anything is sharded.
         scenario: Whose `model_classes` are Automodel's.
     """
     model, is_released = module.model, scenario.state.model_classes == "automodel_0.7.0"
-    model.rotary_emb = Rotations(model.rotary_emb)
+    is_latent = scenario.architecture.multi_latent_attention
+    model.rotary_emb = (ComplexRotations if is_latent else Rotations)(model.rotary_emb)
     model.norm = Norm(model.norm, is_released=is_released)
     dispatcher = _flex_dispatcher(scenario) if scenario.state.moe_token_dispatcher_type == "flex" else None
     for layer in model.layers:
         layer.__class__ = type(type(layer).__name__, (_Layer, type(layer)), {"__module__": type(layer).__module__})
         for name in ("input_layernorm", "post_attention_layernorm"):
             setattr(layer, name, Norm(getattr(layer, name), is_released=is_released))
-        layer.self_attn = Attention(layer.self_attn, scenario)
-        layer.mlp = _Mixture(layer.mlp, scenario, dispatcher)
+        layer.self_attn = (LatentAttention if is_latent else Attention)(layer.self_attn, scenario)
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp = _Mixture(layer.mlp, scenario, dispatcher)
 
 
 def experts_of(layer: Any) -> Any:
-    """Returns the module with the experts of a layer."""
-    return layer.mlp.experts
+    """Returns the module with the experts of a layer; None of a dense one."""
+    return getattr(layer.mlp, "experts", None)
 
 
 class _Layer:
@@ -62,72 +64,26 @@ class _Layer:
 
 
 class _Mixture(torch.nn.Module):
-    """Router and experts (``MoE``)."""
+    """Router, experts, and experts that all tokens pass through (``MoE``)."""
 
     def __init__(self, of_transformers: Any, scenario: Scenario, dispatcher: Any) -> None:
         super().__init__()
-        self.gate = _Gate(of_transformers.gate)
+        is_named_gate = hasattr(of_transformers, "gate")
+        self.gate = router_of(of_transformers.gate if is_named_gate else of_transformers.router, scenario)
         kind = _GatheringExperts if dispatcher is None else _SendingExperts
         self.experts = kind(of_transformers.experts, scenario, dispatcher)
+        self.shared_experts = getattr(of_transformers, "shared_experts", None)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Maps [batch, tokens, width] to the same shape."""
         tokens = hidden_states.view(-1, hidden_states.shape[-1])
         is_token = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
         weights, chosen = self.gate(tokens, is_token)
+        of_all = None if self.shared_experts is None else self.shared_experts(tokens)
         output: torch.Tensor = self.experts(tokens, is_token, weights, chosen)
+        if of_all is not None:
+            output = output + of_all
         return output.view(hidden_states.shape)
-
-
-class _Gate(torch.nn.Module):
-    """The router (``Gate``), which scores in fp32 and adds the loss of load balance to the graph."""
-
-    def __init__(self, of_transformers: Any) -> None:
-        super().__init__()
-        self.weight, self.topk = of_transformers.weight, of_transformers.top_k
-        self.normalizes = of_transformers.norm_topk_prob
-
-    def forward(self, tokens: torch.Tensor, is_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns weights in the tokens' type, and experts int64; both [tokens, experts per token]."""
-        logits = torch.nn.functional.linear(tokens, self.weight.to(tokens.dtype))
-        scores = every = logits.softmax(dim=-1, dtype=torch.float32)
-        chosen = torch.topk(scores, k=self.topk, dim=-1)[1]
-        weights = scores.gather(1, chosen)
-        if self.normalizes and self.topk > 1:
-            total, of_all = weights.sum(-1, keepdim=True) + 1e-20, every.sum(-1, keepdim=True) + 1e-20
-            weights, every = weights / total, every / of_all
-        weights = weights * 1.0  # ``route_scale``
-        rows = self._rows_of_experts(chosen, is_token)
-        loss = self._loss(every.float(), rows.float(), is_token)
-        weights = _Balanced.apply(weights, _LOSS_OF_BALANCE * loss)
-        return weights.type_as(tokens), chosen
-
-    def _rows_of_experts(self, chosen: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
-        chooses = chosen.new_zeros((len(chosen), len(self.weight)))
-        ones = is_token.to(chooses.dtype).unsqueeze(-1).expand(-1, chosen.shape[1])
-        chooses.scatter_(dim=1, index=chosen, src=ones)
-        return chooses.sum(dim=0)
-
-    def _loss(self, scores: torch.Tensor, rows: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
-        number = is_token.sum()
-        of_experts = (scores * is_token.unsqueeze(-1)).sum(dim=0)
-        number = torch.clamp(number, min=1)
-        shares = rows * len(self.weight) / (self.topk * number)
-        return torch.sum(shares * (of_experts / number))
-
-
-class _Balanced(torch.autograd.Function):
-    """``MoEAuxLossAutoScaler``: returns the weights, and gives the loss a gradient of 1."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(loss.float())
-        return weights
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        (loss,) = ctx.saved_tensors
-        return grads[0], torch.ones_like(loss)
 
 
 class _Experts(torch.nn.Module):
@@ -146,23 +102,34 @@ class _Experts(torch.nn.Module):
         self.num_own, self.routing = self.num_experts // self.ranks, scenario.routing
         self.first = scenario.layout.rank % self.ranks * self.num_own
         own = slice(self.first, self.first + self.num_own)
-        up, down = of_transformers.gate_up_proj, of_transformers.down_proj
-        self.gate_and_up_projs = torch.nn.Parameter(up.detach()[own].transpose(1, 2).contiguous())
-        self.down_projs = torch.nn.Parameter(down.detach()[own].transpose(1, 2).contiguous())
+        up, down = of_transformers.gate_up_proj.detach()[own], of_transformers.down_proj.detach()[own]
+        self.has_bias = hasattr(of_transformers, "down_proj_bias")
+        if not self.has_bias:  # transformers has the others as they are multiplied
+            up, down = (each.transpose(1, 2).contiguous() for each in (up, down))
+        self.gate_and_up_projs, self.down_projs = torch.nn.Parameter(up), torch.nn.Parameter(down)
+        if self.has_bias:
+            self.gate_up_proj_bias, self.down_proj_bias = (
+                torch.nn.Parameter(each.detach()[own].contiguous())
+                for each in (of_transformers.gate_up_proj_bias, of_transformers.down_proj_bias)
+            )
         self.dispatcher = dispatcher
         self.group: Any = None
         """Of the ranks that share the experts, if there are several."""
 
     def matrices(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Returns both matrices of the rank's experts in a type."""
-        both: Any = self.gate_and_up_projs, self.down_projs
-        return [(each.to_local() if self.ranks > 1 else each).to(dtype) for each in both]
+        """Returns both matrices of the rank's experts in a type, and their biases if they have any."""
+        all_of_them: Any = (self.gate_and_up_projs, self.down_projs)
+        if self.has_bias:
+            all_of_them += (self.gate_up_proj_bias, self.down_proj_bias)
+        return [(each.to_local() if self.ranks > 1 else each).to(dtype) for each in all_of_them]
 
     def multiplied(
         self, rows: torch.Tensor, matrices: list[torch.Tensor], counts: torch.Tensor, probabilities: torch.Tensor
     ) -> torch.Tensor:
         """Maps rows [rows, width], grouped by expert, to the same shape."""
         ends = counts.cumsum(dim=0).to(torch.int32)
+        if self.has_bias:
+            return multiplied_with_bias(rows, matrices, counts, ends, probabilities)
         inner = torch._grouped_mm(rows, matrices[0], offs=ends)
         inner = weighted_bias_swiglu_impl(inner, None, probabilities)
         return torch._grouped_mm(inner, matrices[1], offs=ends)
@@ -196,7 +163,7 @@ class _GatheringExperts(_Experts):
         matrices: list[torch.Tensor],
         number: int,
     ) -> torch.Tensor:
-        places, probabilities, counts = self._by_expert(is_token, weights, chosen, number)
+        places, _choices, probabilities, counts = self._by_expert(is_token, weights, chosen, number)
         output = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
         rows = tokens[places]
         of_experts = self.multiplied(rows, matrices, counts, probabilities.unsqueeze(-1))
@@ -206,8 +173,8 @@ class _GatheringExperts(_Experts):
 
     def _by_expert(
         self, is_token: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, number: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the token of each row, its weight, and how many rows each expert has."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the token of each row, its choice among those of all tokens, its weight, and each expert's rows."""
         count, topk = chosen.shape
         chosen = chosen.masked_fill(~is_token.unsqueeze(-1), -1)
         experts, of_choices = chosen.view(-1), weights.float().view(-1)
@@ -218,10 +185,11 @@ class _GatheringExperts(_Experts):
             _selected(each, is_own, num_rows) for each in (experts - self.first, places, of_choices)
         )
         order = own.argsort(stable=True)
-        own = own[order]
+        own, places, of_rows = own[order], places[order], of_rows[order]
         counts = torch.zeros(self.num_own, dtype=torch.int64, device=own.device)
         counts.scatter_add_(0, own, torch.ones_like(own))
-        return places[order], of_rows[order], counts
+        choices = _selected(torch.arange(len(is_own), device=own.device), is_own, num_rows)[order]
+        return places, choices, of_rows, counts
 
     def _num_rows(self, is_own: torch.Tensor, number: int, topk: int) -> int:
         """Returns how many choices are the rank's: of tensors without values, as the scenario's routing has it."""
@@ -266,7 +234,7 @@ def spread_experts(layers: list[Any], scenario: Scenario, device: str) -> Any:
     """Makes the parameters of each rank's experts parts of those of all (``ExpertParallel`` in moe/parallelizer.py).
 
     Args:
-        layers: With experts.
+        layers: All, some of which may be dense.
         scenario: Says how many ranks share the experts.
         device: Of the mesh.
 
@@ -276,8 +244,7 @@ def spread_experts(layers: list[Any], scenario: Scenario, device: str) -> Any:
     ranks = scenario.layout.expert_model_parallel_size
     sizes = scenario.ranks_of_shards // ranks, ranks
     mesh = init_device_mesh(device, sizes, mesh_dim_names=("ep_shard", "ep"))
-    for layer in layers:
-        experts = experts_of(layer)
+    for experts in filter(None, map(experts_of, layers)):
         experts.group = mesh["ep"].get_group()
         for name, own in list(experts.named_parameters()):
             part = DTensor.from_local(own.detach(), mesh["ep"], [Shard(0)], run_check=False)

@@ -58,11 +58,19 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
             "moe_intermediate_size": sizes.moe_ffn_hidden_size,
             "norm_topk_prob": not sizes.moe_router_pre_softmax,
         }
+    if sizes.multi_latent_attention:
+        channels = {}
+        experts = _of_latent_attention(sizes) | _of_grouped_experts(sizes)
     if sizes.family == "mixtral":
         experts = {"num_local_experts": sizes.num_moe_experts, "num_experts_per_tok": sizes.moe_router_topk}
     window: dict[str, Any] = {}
     if sizes.family in ("mistral", "mixtral", "phi3"):
         window = {"sliding_window": None if sizes.window_size is None else sizes.window_size[0] + 1}
+    if sizes.family == "gpt_oss":
+        assert sizes.window_size is not None, "gpt-oss's config.json has it"
+        experts = {"num_local_experts": sizes.num_moe_experts, "num_experts_per_tok": sizes.moe_router_topk}
+        # transformers' own pattern: every second layer has no window.
+        window = {"sliding_window": sizes.window_size[0] + 1, "swiglu_limit": sizes.activation_func_clamp_value}
     rope: dict[str, Any] = {
         "rope_type": "default",
         "rope_theta": sizes.rotary_base,
@@ -95,6 +103,30 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         **experts,
         **({"attention_bias": sizes.add_qkv_bias} if sizes.family == "glm" else {}),
     )
+
+
+def _of_latent_attention(sizes: Architecture) -> dict[str, Any]:
+    return {
+        "q_lora_rank": sizes.q_lora_rank,
+        "kv_lora_rank": sizes.kv_lora_rank,
+        "qk_nope_head_dim": sizes.qk_head_dim,
+        "qk_rope_head_dim": sizes.qk_pos_emb_head_dim,
+        "v_head_dim": sizes.v_head_dim,
+    }
+
+
+def _of_grouped_experts(sizes: Architecture) -> dict[str, Any]:
+    return {
+        "n_routed_experts": sizes.num_moe_experts,
+        "num_experts_per_tok": sizes.moe_router_topk,
+        "moe_intermediate_size": sizes.moe_ffn_hidden_size,
+        "n_shared_experts": (sizes.moe_shared_expert_intermediate_size or 0) // sizes.moe_ffn_hidden_size,
+        "first_k_dense_replace": (sizes.moe_layer_freq or (1,)).index(1),
+        "n_group": sizes.moe_router_num_groups,
+        "topk_group": sizes.moe_router_group_topk,
+        "norm_topk_prob": not sizes.moe_router_pre_softmax,
+        "routed_scaling_factor": sizes.moe_router_topk_scaling_factor or 1.0,
+    }
 
 
 def build_model(scenario: Scenario, dtype: torch.dtype, *, attention: str) -> Any:

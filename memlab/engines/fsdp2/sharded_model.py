@@ -84,7 +84,7 @@ class ShardedModel:
         """Says which layers free their gathered parameters after forward, and which are gathered ahead of time."""
         which, layers = state.reshard_after_forward, self.layers
         freed = {layer: which == "all" or (which == "all_but_last" and layer is not layers[-1]) for layer in layers}
-        freed |= {one: freed[layer] for one, layer in zip(self._experts, layers, strict=False)}
+        freed |= {one: freed[layer] for layer in layers if (one := experts_of(layer)) in self._experts}
         freed |= dict.fromkeys(self._separate[:1], which != "none")
         freed |= dict.fromkeys((*self._separate[1:], self.module), which != "none" and state.reshard_root_after_forward)
         for unit, is_freed in freed.items():
@@ -181,7 +181,7 @@ class ShardedModel:
         units = [*self.layers, *self._separate, self.module]
         if scenario.layout.expert_model_parallel_size > 1:
             shards = spread_experts(self.layers, scenario, mesh_device)
-            experts = [experts_of(layer) for layer in self.layers]
+            experts = [one for one in map(experts_of, self.layers) if one is not None]
             if shards.size() == 1:
                 self._whole = [each for one in experts for each in one.parameters()]
                 options["ignored_params"] = {*self._whole}

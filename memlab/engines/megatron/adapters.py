@@ -64,7 +64,7 @@ def _adapted(model: GPTModel, scenario: Scenario, chunk: int) -> Iterator[tuple[
         for part in architecture.parts_of(layer):
             yield from lora.adapted(number, part.weights())
     joining = joining_weights(architecture.hidden_size, architecture.normalization)
-    for number, layer in enumerate(model.mtp.layers if model.mtp_process else ()):
+    for number, layer in enumerate(model.mtp.layers if getattr(model, "mtp_process", False) else ()):
         inner = name_of_inner_layer(layer)
         yield from lora.adapted(number, joining, EXTRA_LAYERS)
         for part in architecture.parts_of(scenario.num_layers - 1):

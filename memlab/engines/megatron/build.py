@@ -45,7 +45,7 @@ from memlab.engines.megatron.megatron_config import (
     optimizer_config,
     transformer_config,
 )
-from memlab.engines.megatron.megatron_versions import inner_layer, latent_attention_of
+from memlab.engines.megatron.megatron_versions import inner_layer, latent_linears_of
 from memlab.upstream.patching import patched
 
 _LAYER = re.compile(r"(decoder\.layers\.)(\d+)(.*)")
@@ -389,7 +389,7 @@ def _model(scenario: Scenario, config: TransformerConfig, provider: type, chunk:
         of_last = specs[architecture.kind_of_layer(scenario.num_layers - 1)]
         layer = get_mtp_layer_spec_for_backend(of_last, provider())
         extra = MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers)
-    with patched({} if is_own else latent_attention_of(provider)):
+    with patched({} if is_own else latent_linears_of(provider)):
         return GPTModel(
             config=config,
             transformer_layer_spec=block,

@@ -27,6 +27,7 @@ from memlab.config.scenario import Scenario
 from memlab.engines.megatron.layers.mamba import GroupNorm, TorchMambaMixer
 from memlab.engines.megatron.layers.mamba_of_megatron import mamba_block, mamba_layer, mamba_mixer, mamba_model
 from memlab.engines.megatron.layers.torch_layers import TorchProvider
+from memlab.engines.megatron.megatron_versions import latent_linears_of
 from memlab.upstream.patching import patched
 
 
@@ -94,7 +95,7 @@ def hybrid_model(scenario: Scenario, config: TransformerConfig, provider: type, 
     if stands_in:
         replaced |= dict.fromkeys((f"{mixer}.HAVE_MAMBA_SSM", f"{mixer}.HAVE_EINOPS", f"{context}.HAVE_EINOPS"), True)
         replaced[f"{mixer}.ExtendedRMSNorm"] = GroupNorm
-    with patched(replaced):
+    with patched(replaced | latent_linears_of(provider)):
         return mamba_model.MambaModel(
             config=config,
             mamba_stack_spec=_stack(

@@ -35,14 +35,16 @@ def grouped_experts(linear_fc1: type, linear_fc2: type) -> Any:
     return experts.TEGroupedMLP, MLPSubmodules(linear_fc1=linear_fc1, linear_fc2=linear_fc2)
 
 
-def latent_attention_of(provider: type) -> dict[str, Any]:
-    """Returns the replacements with which latent attention takes a layer provider's linears and norms.
+def latent_linears_of(provider: type) -> dict[str, Any]:
+    """Returns the replacements with which latent attention and latent experts take a provider's linears and norms.
 
-    It asks by class which of its linears are whole on each rank. 0.19's ``QKNormConfigResolver`` gets those
-    of norms from Transformer Engine's own provider, unless the specification has them.
+    Attention asks by class which of its linears are whole on each rank; experts have no specification of theirs.
+    0.19's ``QKNormConfigResolver`` gets those of norms from Transformer Engine's own provider, unless the specification
+    has them.
     """
     path = "megatron.core.transformer"
-    replacements = {f"{path}.multi_latent_attention.TELinear": provider().linear()}
+    names = (f"{path}.multi_latent_attention.TELinear", f"{path}.moe.moe_layer.TELinear")
+    replacements = dict.fromkeys(names, provider().linear()) | {f"{path}.moe.moe_layer.HAVE_TE": True}
     if hasattr(multi_latent_attention, "QKNormConfigResolver"):
         replacements[f"{path}.mla_qk_norm_config.get_backend"] = lambda _: provider()
     return replacements

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from memlab.config.lora import CANONICAL, JOINING, LINEARS, OF_LATENT_ATTENTION, OUTPUT_LAYER, PARTS
+from memlab.config.lora import (
+    CANONICAL,
+    JOINING,
+    LINEARS,
+    OF_LATENT_ATTENTION,
+    OF_LINEAR_ATTENTION,
+    OUTPUT_LAYER,
+    PARTS,
+)
 from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
@@ -90,7 +98,7 @@ def complete_adapters(reading: Reading, key: str, lacks: Iterable[str] = ()) -> 
         if name in values and values[name] is None:
             values[name] = ()
     reasons, targets = [*lacks], values.get("lora_target_modules")
-    known = ("*", *LINEARS, *OF_LATENT_ATTENTION, *CANONICAL, JOINING, OUTPUT_LAYER)
+    known = ("*", *LINEARS, *OF_LATENT_ATTENTION, *OF_LINEAR_ATTENTION, *CANONICAL, JOINING, OUTPUT_LAYER)
     if targets is not None and not all(str(name).endswith(known) for name in targets):
         reasons.append("adapters of other linears")
     if values.get("fp8_param_gather") and values.get("fp8_recipe") == "mxfp8":

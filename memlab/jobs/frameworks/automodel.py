@@ -19,6 +19,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     EXCHANGE,
     FOREACH,
     FROZEN,
+    OF_OWN_EXPERTS,
     OWN_PLAN,
     PARTS_OF_AUTOMODEL,
     Own,
@@ -437,8 +438,8 @@ def complete_refused(reading: Reading) -> None:
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     """Notes in what the class that Automodel builds of this model differs from that of transformers."""
     family, is_of_transformers = architecture.family, reading.values.pop("is_of_transformers")
-    check_family(reading, architecture)
     if family not in FAMILIES_OF_AUTOMODEL or is_of_transformers:
+        check_family(reading, architecture)
         if reading.get("model.use_liger_kernel", default=True):
             reading.miss("model.use_liger_kernel", "less", "where it is installed, Liger's norms and MLPs keep less")
         return
@@ -449,7 +450,7 @@ def _take_own_classes(reading: Reading, architecture: Architecture) -> None:
     """Takes Automodel's own class of a model, and notes what of it memlab does not have."""
     if architecture.routes:
         reading.values["model_classes"] = "automodel_0.7.0" if reading.version == _RELEASE else "automodel"
-        take_experts(reading, architecture.name)
+        take_experts(reading, architecture)
         return
     family = architecture.family
     norm, has_own_norms = reading.get("model.backend.rms_norm", default=_NORM), family != "qwen3"
@@ -543,7 +544,7 @@ AUTOMODEL = Framework(
         "attn_implementation": "memlab's writer of Automodel's recipes has no key for it",
         "reshard_root_after_forward": "Automodel keeps them until backward",
     }
-    | dict.fromkeys(EXCHANGE, "memlab's writer of Automodel's recipes has no key for it")
+    | dict.fromkeys((*EXCHANGE, *OF_OWN_EXPERTS), "memlab's writer of Automodel's recipes has no key for it")
     | dict.fromkeys(("separate_embeddings", "loss_of_transformers"), "Automodel's version decides it, not a key")
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},

@@ -8,33 +8,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from memlab.jobs.frameworks.framework import Reading
+from memlab.config.architectures import Architecture
+from memlab.jobs.frameworks.framework import CannotStartError, Reading
+from memlab.jobs.frameworks.keys import Effect
 
 _BACKEND = "model.backend"
 _KEYS = ("dispatcher", "dispatcher_num_sms", "experts", "attn", "linear", "rms_norm", "enable_deepep", "rope")
 _PARALLEL = "distributed.moe"
 _RESHARD = "distributed.reshard_after_forward"
 _DISPATCHERS = {"torch": ("allgather", None), "deepep": ("flex", "deepep"), "hybridep": ("flex", "hybridep")}
+_OF_LIBRARIES = tuple(name for name, (_, library) in _DISPATCHERS.items() if library is not None)
 _SMS = 20
 
 
-def take_experts(reading: Reading, name: str) -> None:
+def take_experts(reading: Reading, model: Architecture) -> None:
     """Takes the classes of a model with experts, and notes what of them memlab does not have.
 
     Args:
         reading: Of the recipe, whose other values are taken.
-        name: Of the model.
+        model: With experts.
 
     Raises:
         ValueError: If the recipe combines them with what memlab has only with transformers' classes.
     """
     values = reading.values
-    _refuse(reading, name)
+    _refuse(reading, model)
     reading.known |= {f"{_BACKEND}.{key}" for key in _KEYS}
     _take_attention(reading)
     if values["expert_model_parallel_size"] > 1:
         _take_exchange(reading)
         _take_parallelizer(reading)
+    else:
+        _check_exchange_of_one(reading)
     experts = reading.get(f"{_BACKEND}.experts", default="torch_mm")
     # Without a library for the exchange, ``te`` and ``gmm`` become ``torch_mm``.
     is_of_torch = values.get("moe_token_dispatcher_type") != "flex"
@@ -45,30 +50,41 @@ def take_experts(reading: Reading, name: str) -> None:
     if reading.get(f"{_BACKEND}.rms_norm") == "quack":
         reading.miss(f"{_BACKEND}.rms_norm", "either", "memlab has no norms of QuACK")
     linear = reading.get(f"{_BACKEND}.linear", default="te")
-    if linear != "torch":
+    if linear == "te":
+        reading.take(f"{_BACKEND}.linear", "linear_implementation", linear)
+    elif linear != "torch":
         reading.miss(f"{_BACKEND}.linear", "more", f"matrix products of {linear} have a workspace of their own")
     if reading.get(f"{_BACKEND}.fake_balanced_gate", default=False):
-        reading.miss(f"{_BACKEND}.fake_balanced_gate", "less", "tokens choose experts in turn, without a router")
-    if reading.get(f"{_BACKEND}.gate_precision") is not None:
-        reading.miss(f"{_BACKEND}.gate_precision", "more", "the router multiplies in this type")
+        reading.take(f"{_BACKEND}.fake_balanced_gate", "fake_balanced_gate", True)
+        if reading.get(f"{_BACKEND}.fake_gate_noise", default=0):
+            reading.miss(f"{_BACKEND}.fake_gate_noise", "either", "tokens choose experts by random scores")
+    precision, is_exact = reading.get(f"{_BACKEND}.gate_precision"), model.multi_latent_attention
+    if precision is not None and ("32" in str(precision)) != is_exact:
+        effect: Effect = "less" if is_exact else "more"
+        reading.miss(f"{_BACKEND}.gate_precision", effect, "the router multiplies in this type")
     _take_optimizations(reading)
 
 
-def _refuse(reading: Reading, name: str) -> None:
+def _refuse(reading: Reading, model: Architecture) -> None:
     values = reading.values
+    of_te = reading.get(f"{_BACKEND}.attn", default="te") == "te"
     both = {
         "adapters": any(key.startswith("peft.") for key in reading.entries.by_key),
         "context parallelism": values["context_parallel_size"] > 1,
         "tensor parallelism": values["tensor_model_parallel_size"] > 1,
         "selective checkpoints": values.get("selective_ac", False),
         "an offload policy": values["fsdp_cpu_offload"],
+        "latent attention that is not Transformer Engine's": model.multi_latent_attention and not of_te,
+        "sinks in attention that is not Transformer Engine's": model.softmax_type == "learnable" and not of_te,
+        "the release's biases": model.add_bias_linear and reading.version == "0.7.0",
+        "weights of a router after the experts": model.name.startswith("glm-"),
     }
     for what, is_on in both.items():
         if is_on:
             reading.lacks.append(f"Automodel's own experts beside {what}")
             raise ValueError(
-                f"{name} has experts, of which memlab does not have NeMo Automodel's own classes beside {what}: leave "
-                "the recipe out"
+                f"{model.name} has experts, of which memlab does not have NeMo Automodel's own classes beside {what}: "
+                "leave the recipe out"
             )
 
 
@@ -101,6 +117,28 @@ def _take_exchange(reading: Reading) -> None:
         reading.miss(shared, "more", "each layer keeps what its own dispatcher has of a pass")
     if reading.get(f"{_BACKEND}.dispatcher_async_dispatch", default=False):
         reading.miss(f"{_BACKEND}.dispatcher_async_dispatch", "more", "what is freed waits for the exchange")
+
+
+def _check_exchange_of_one(reading: Reading) -> None:
+    """Refuses what Automodel builds and cannot run: only ``apply_ep``, of several ranks, gives experts a dispatcher.
+
+    Raises:
+        CannotStartError: If the recipe's dispatcher needs one (``GroupedExpertsDeepEP`` in moe/experts.py).
+    """
+    key = f"{_BACKEND}.dispatcher"
+    given = reading.get(key)
+    if given in (*_OF_LIBRARIES, "uccl_ep") and reading.values["world_size"] > 1:
+        raise CannotStartError(
+            f"{key} is {given!r} with distributed.ep_size 1 on {reading.values['world_size']} ranks, must be torch "
+            "there by a rule of NeMo Automodel, whose experts else end with an AttributeError in their first pass: "
+            f"give --set {key}=torch, or a distributed.ep_size above 1",
+            *("moe_token_dispatcher_type", "expert_model_parallel_size"),
+        )
+    if given is None:
+        reading.warnings.append(
+            f"{key} is not in the file, and with distributed.ep_size 1 Automodel runs only where DeepEP is not "
+            "installed, which memlab takes: its dispatcher is then torch"
+        )
 
 
 def _take_parallelizer(reading: Reading) -> None:

@@ -22,7 +22,11 @@ PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower", "embeddin
 """What ``freeze_config`` of NeMo Automodel can freeze."""
 ATTENTION = get_args(AttnImplementation)
 EXCHANGE = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_deepep_num_sms")
-NO_EXCHANGE = dict.fromkeys(EXCHANGE, "its ranks exchange no tokens of experts")
+OF_OWN_EXPERTS = ("fake_balanced_gate", "linear_implementation")
+"""Options of NeMo Automodel's own classes of models with experts."""
+NO_EXCHANGE = dict.fromkeys(EXCHANGE, "its ranks exchange no tokens of experts") | dict.fromkeys(
+    OF_OWN_EXPERTS, "it builds transformers' classes of models with experts"
+)
 """For `Framework.cannot_write`, where transformers' classes are built."""
 FLASH = "flash_attention_2"
 OUTPUT_LAYER = "lm_head"

@@ -163,7 +163,7 @@ SAID_OF_LAYERS = (
     *("add_qkv_bias", "multi_latent_attention", "moe_aux_loss_coeff", "moe_router_pre_softmax"),
     *("moe_router_score_function", "moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk"),
     *("moe_router_topk_scaling_factor", "softmax_type", "window_size", "window_attn_skip_freq"),
-    *("glu_linear_offset", "activation_func_clamp_value", "attention_output_gate"),
+    *("glu_linear_offset", "activation_func_clamp_value", "attention_output_gate", "moe_latent_size"),
     *("experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim"),
     *("linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
 )
@@ -216,7 +216,6 @@ MISSING = (
         True,
     ),
     Missing("heterogeneous_block_specs", "either", "layers of different shapes are another model", blocks=True),
-    Missing("moe_latent_size", "either", "experts of a narrower input are another model", blocks=True),
     Missing("use_mamba_mem_eff_path", "more", "Mamba's convolution and scan keep their own inputs", is_false),
     Missing("mamba_chunk_size", "either", "Mamba's kernel takes chunks of another length than 128", other_than(128)),
     Missing(

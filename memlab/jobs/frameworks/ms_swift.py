@@ -13,7 +13,7 @@ from typing import Any
 
 from memlab.config.architectures import Architecture, find_architecture
 from memlab.config.from_json import parse_json
-from memlab.config.lora import JOINING, LINEARS, LoRA
+from memlab.config.lora import JOINING, LINEARS, OF_LATENT_ATTENTION, OF_LINEAR_ATTENTION, LoRA
 from memlab.config.pipeline_layout import layers_of_pipeline_chunks
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -300,8 +300,9 @@ def _complete_model(reading: Reading, architecture: Architecture) -> None:
         _take_teacher(reading, architecture)
     named, values = WORDS.read(reading.get("target_modules")), reading.values
     if values.get("lora_target_modules") == LINEARS and (named is None or ALL_LINEAR in named):
-        of_latents = [weight.name.split(".")[-2] for weight in architecture.parts[0].weights() if weight.is_matrix]
-        names = (*LINEARS, *(of_latents if architecture.multi_latent_attention else ()))
+        owners = [weight.name.split(".")[-2] for part in architecture.parts for weight in part.weights()]
+        others = (*OF_LATENT_ATTENTION, *OF_LINEAR_ATTENTION)
+        names = (*LINEARS, *(name for name in owners if name in others))
         names += (JOINING,) if values.get("mtp_num_layers") else ()
         values["lora_target_modules"] = tuple(dict.fromkeys(names))
         complete_adapters(reading, "tuner_type")

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 import nbformat
 
+from memlab.config.validation import shortened
 from memlab.regression.suite.notebooks import PARAMETERS_TAG, has_tag
 
 ParameterValue: TypeAlias = int | float | bool | str | list[str]
@@ -49,7 +50,7 @@ class Parameter:
         kind = _KINDS[self.type_name]
         result = kind.from_text(value) if isinstance(value, str) else kind.from_value(value)
         if result is None:
-            raise ValueError(f"parameter {self.name} is {_shown(value)}, must be {kind.rule}: give another value")
+            raise ValueError(f"parameter {self.name} is {shortened(value)}, must be {kind.rule}: give another value")
         return result
 
 
@@ -58,11 +59,6 @@ class _Kind:
     rule: str
     from_text: Callable[[str], ParameterValue | None]
     from_value: Callable[[object], ParameterValue | None]
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN_LETTERS else f"{text[:_MAX_SHOWN_LETTERS]}..."
 
 
 def _int_from_text(text: str) -> int | None:
@@ -165,7 +161,7 @@ def _parameter(statement: ast.stmt, help_text: str) -> Parameter:
         raise ValueError(f"{line}, is of type {type_name}, must be one of {', '.join(_KINDS)}: use one of them")
     # A str is the one type whose values are all text; the others do not take their default in quotes.
     if not isinstance(default, str) if type_name == "str" else kind.from_value(default) is None:
-        raise ValueError(f"{line}, has the default {_shown(default)}, must be {kind.rule}: change it")
+        raise ValueError(f"{line}, has the default {shortened(default)}, must be {kind.rule}: change it")
     return Parameter(name=name, type_name=type_name, default=default, help_text=help_text)
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import re
-import reprlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -28,6 +27,7 @@ from itertools import product
 from pathlib import Path
 
 from memlab.config.backend_kind import KINDS
+from memlab.config.validation import shortened
 from memlab.regression.suite.notebooks import check_record_cell, read_notebook
 from memlab.regression.suite.parameters import INTERACTIVE, Parameter, ParameterValue, read_parameters, resolve
 from memlab.regression.suite.written_yaml import Written, read_written_yaml
@@ -46,7 +46,6 @@ _RESERVED_NAMES = (PAGE_FILE, JUNIT_FILE, SUMMARY_FILE, PLOTLY_FILE)
 _MAX_CASES = 1000
 _MAX_RANKS = 16
 """Of a case, whose processes all start on one machine: on a CPU each takes nearly a GB before it builds a model."""
-_MAX_SHOWN_LETTERS = 150
 _WEEK_SECONDS = 7 * 24 * 3600
 
 
@@ -106,7 +105,7 @@ class Suite:
         if not chosen:
             names = ", ".join(case.name for case in self.cases[:5])
             names += f" and {len(self.cases) - 5} more in {self.shown_path}" if len(self.cases) > 5 else ""
-            raise ValueError(f"pattern {reprlib.repr(pattern)} is in no case's name: choose a part of {names}")
+            raise ValueError(f"pattern {shortened(pattern)} is in no case's name: choose a part of {names}")
         return chosen
 
 
@@ -131,13 +130,17 @@ def read_suite(path: Path | str) -> Suite:
     _check_keys(values, str(path), _SUITE_KEYS, required=("backend", "cases"))
     backend = values["backend"]
     if not isinstance(backend, str) or backend not in KINDS:
-        raise ValueError(f"{path}: backend is {_shown(backend)}, must be one of {', '.join(KINDS)}: choose one of them")
+        raise ValueError(
+            f"{path}: backend is {shortened(backend)}, must be one of {', '.join(KINDS)}: choose one of them"
+        )
     baselines = values.get("baselines", backend)
     if not isinstance(baselines, str) or not CASE_NAME.fullmatch(baselines):
-        raise ValueError(f"{path}: baselines is {_shown(baselines)}, must name a folder: write e.g. `baselines: h200`")
+        raise ValueError(
+            f"{path}: baselines is {shortened(baselines)}, must name a folder: write e.g. `baselines: h200`"
+        )
     blocks = values["cases"]
     if not isinstance(blocks, list) or not blocks:
-        raise ValueError(f"{path}: cases is {_shown(blocks)}, must be a list of blocks: write `- lab: NAME`")
+        raise ValueError(f"{path}: cases is {shortened(blocks)}, must be a list of blocks: write `- lab: NAME`")
     labs = _Labs(_home(path).parent / "labs")
     cases: dict[str, Case] = {}
     names: set[str] = set()
@@ -169,7 +172,7 @@ class _Labs:
         if not isinstance(name, str) or name not in known:
             choices = f"choose from {', '.join(known)}" if known else "that folder has none"
             raise ValueError(
-                f"{where}: lab is {_shown(name)}, must be a notebook in {self.folder} without .ipynb: {choices}"
+                f"{where}: lab is {shortened(name)}, must be a notebook in {self.folder} without .ipynb: {choices}"
             )
         path = self.folder / f"{name}.ipynb"
         if name not in self.parameters:
@@ -193,7 +196,9 @@ def _cases(defaults: dict[str, Written], block: Written, where: str, labs: _Labs
         if name in fixed:
             raise ValueError(f"{where}: {name} is under parameters and under matrix: keep one of them")
         if not isinstance(column, list) or not column:
-            raise ValueError(f"{where}: matrix {name} is {_shown(column)}, must be a list of values: write [one, two]")
+            raise ValueError(
+                f"{where}: matrix {name} is {shortened(column)}, must be a list of values: write [one, two]"
+            )
         columns.append(column)
     num_cases = math.prod(map(len, columns))
     if num_cases > _MAX_CASES:
@@ -216,7 +221,9 @@ def _cases(defaults: dict[str, Written], block: Written, where: str, labs: _Labs
         name = "-".join([str(stem), *(f"{key}={_word(checked[key])}" for key in named)])
         if not CASE_NAME.fullmatch(name):
             rule = "must be at most 120 letters, digits and _ . + = , -"
-            raise ValueError(f"{where}: case name {_shown(name)} cannot name a folder, {rule}: give the block a name")
+            raise ValueError(
+                f"{where}: case name {shortened(name)} cannot name a folder, {rule}: give the block a name"
+            )
         if name.lower() in _RESERVED_NAMES:
             raise ValueError(f"{where}: case name {name} is that of a file of the run: give the block another name")
         yield Case(
@@ -239,22 +246,16 @@ def _word(value: ParameterValue) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _shown(value: Written) -> str:
-    """Returns a value for a message: on one line, and not the whole of a long one."""
-    text = repr(value) if isinstance(value, str) else reprlib.repr(value)
-    return text if len(text) <= _MAX_SHOWN_LETTERS else f"{text[:_MAX_SHOWN_LETTERS]}..."
-
-
 def _mapping(value: Written, where: str) -> dict[str, Written]:
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: {_shown(value)} is not a mapping: write `name: value` lines")
+        raise ValueError(f"{where}: {shortened(value)} is not a mapping: write `name: value` lines")
     return value
 
 
 def _check_keys(values: Mapping[str, Written], where: str, known: Collection[str], required: Collection[str]) -> None:
     for key in values:
         if key not in known:
-            raise ValueError(f"{where}: unknown key {_shown(key)}: choose from {', '.join(known)}")
+            raise ValueError(f"{where}: unknown key {shortened(key)}: choose from {', '.join(known)}")
     for key in required:
         if key not in values:
             raise ValueError(f"{where}: key {key!r} is missing: add a line `{key}: ...`")
@@ -264,6 +265,6 @@ def _seconds(value: Written, where: str) -> float:
     seconds = float(value) if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?", value, re.ASCII) else 0.0
     if not 0 < seconds <= _WEEK_SECONDS:
         raise ValueError(
-            f"{where}: timeout_seconds is {_shown(value)}, must be above 0 and at most a week: give another"
+            f"{where}: timeout_seconds is {shortened(value)}, must be above 0 and at most a week: give another"
         )
     return seconds

@@ -18,7 +18,8 @@ def amount(value: float | str, unit: str = "") -> str:
 
 
 _UNITS = (
-    {"k": 1e3, "thousand": 1e3, "million": 1e6, "billion": 1e9},
+    {"x": 1, "k": 1e3, "thousand": 1e3, "million": 1e6, "billion": 1e9},
+    {"%": 1, "percent": 1},
     {"byte": 1, "bytes": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30},
     {"s": 1, "seconds": 1, "ms": 1e-3},
 )
@@ -33,7 +34,8 @@ def as_number(text: str, unit: str = "") -> float | None:
         unit: Of the question. If that is ``%``, a fraction such as ``5/7`` is a share (71.4 %), and if it is ``of 4``,
             ``3/4`` is 3.
     """
-    guess = re.sub(r"^(about|around|~|≈)\s*", "", text.strip().casefold()).removesuffix(unit.casefold()).strip()
+    guess = re.sub(r"^(about|around|~|≈)\s*", "", text.strip().casefold()).replace("per cent", "percent")
+    guess = guess.removesuffix(unit.casefold()).strip()
     numerator, slash, denominator = guess.partition("/")
     if not slash:
         return _with_unit(guess, unit)
@@ -113,7 +115,8 @@ def _verdict(guessed: str, result: str, question: str) -> str:
 
 def _words(text: str) -> list[str]:
     # A singular names the same answer as its plural.
-    words = re.findall(r"\w+", re.sub(r"n['\u2019]t\b", " not", text.casefold()))
+    text = re.sub(r"\bno (?=more\b|less\b|\w+er\b)", "not ", text.casefold())
+    words = re.findall(r"\w+", re.sub(r"n['\u2019]t\b", " not", text))
     return [_SPELLINGS.get(word, word).removesuffix("s") for word in words]
 
 
