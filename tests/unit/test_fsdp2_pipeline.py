@@ -80,6 +80,7 @@ def test_a_recipe_says_chunks_and_micro_batches(keys: str, expected: Any, tmp_pa
     ("keys", "words"),
     [
         ("layers_per_stage: 4", "must make one for each stage"),
+        ("layers_per_stage: 32, round_virtual_stages_to_pp_multiple: down", "must make one for each stage"),
         ("pp_schedule: interleaved1f1b, layers_per_stage: 16", "must make several for each stage"),
         ("pp_microbatch_size: 3", "must be a multiple of distributed.pipeline.pp_microbatch_size 3"),
         ("pp_microbatch_size: 8", "at least one micro-batch for each of the 2 stages"),
