@@ -571,14 +571,17 @@ class _NoMemory:
         return lambda *_: 0
 
 
-def predicted_of(job: Job) -> dict[str, int]:
+def predicted_of(job: Job, layout: Any = None) -> dict[str, int]:
     """Returns what memlab predicts of a job: bytes at the start of its third step, at its peak, and reserved.
+
+    With a layout, what it predicts of the layout's rank.
 
     Between the second and the third step, torch still reserves more, up to 10 % for AdamW one tensor at a time.
     """
     from memlab import Lab, Layout, MemorySettings, TrainingState
     from memlab.config.architectures import Architecture
     from memlab.config.hugging_face import architecture_fields
+    from memlab.config.option import options_of
 
     settings = None
     if job.checkpointing or job.selective_ac or job.checkpoint_every:
@@ -589,8 +592,8 @@ def predicted_of(job: Job) -> dict[str, int]:
             selective_ac=job.selective_ac,
             checkpoint_every=job.checkpoint_every,
         )
-    names = [field.name for field in fields(Job)]
-    options = {name: getattr(job, name) for name in names[names.index("grad_reduce_in_bf16") :]}
+    names = [field.name for field in fields(job) if field.name in options_of(TrainingState)]
+    options = {name: getattr(job, name) for name in names}
     state = TrainingState.of_options({name: value for name, value in options.items() if value is not None})
     names = ["num_layers", "seq_length", "micro_batch_size", "packed_sequences"]
     sizes = {name: getattr(job, name) for name in names}
@@ -606,7 +609,8 @@ def predicted_of(job: Job) -> dict[str, int]:
         num_microbatches=job.num_microbatches,
         dtype="fp32" if job.fp32 else "bf16",
         engine="fsdp2",
-        layout=Layout(
+        layout=layout
+        or Layout(
             data_parallel_size=job.num_ranks // job.tensor_model_parallel_size // job.context_parallel_size,
             tensor_model_parallel_size=job.tensor_model_parallel_size,
             context_parallel_size=job.context_parallel_size,

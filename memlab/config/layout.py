@@ -53,10 +53,14 @@ class Layout:
         1, "number of ranks that share each sequence (default 1)", engines=("megatron", "fsdp2")
     )
     """Each has two chunks of a sequence, one from the front and one from the back."""
-    pipeline_model_parallel_size: int = option(1, "number of pipeline stages (default 1)")
+    pipeline_model_parallel_size: int = option(
+        1, "number of pipeline stages (default 1)", engines=("megatron", "fsdp2")
+    )
     """The schedule is 1F1B."""
     virtual_pipeline_model_parallel_size: int = option(
-        1, "number of model chunks per stage; with 2 or more, the schedule is interleaved (default 1)"
+        1,
+        "number of model chunks per stage; with 2 or more, the schedule is interleaved (default 1)",
+        engines=("megatron", "fsdp2"),
     )
     """A stage has chunks from several depths of the model."""
     expert_model_parallel_size: int = option(

@@ -65,7 +65,7 @@ def trained_of_rank(scenario: Scenario) -> Parameters:
         )
         return counts._replace(layers=counts.layers - routers)
     if scenario.engine == "fsdp2":
-        linears = adapted_linears(scenario.architecture, scenario.num_layers, scenario.state.lora)
+        linears = adapted_linears(scenario.architecture, len(scenario.layers_of_rank), scenario.state.lora)
         of_adapters = sum(scenario.state.lora.rank * (one.outputs + one.inputs) for one in linears)
         of_adapters //= scenario.layout.tensor_model_parallel_size
         return Parameters(-(-of_adapters // scenario.ranks_of_shards), 0, 0)

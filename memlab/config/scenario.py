@@ -390,6 +390,7 @@ class Scenario:
         self._check_model_classes()
         self._check_spread_experts_of_fsdp2()
         self._check_context_parallel_of_fsdp2()
+        self._check_pipeline_of_fsdp2()
         if self.layout.tensor_model_parallel_size > 1:
             self._check_tensor_parallel_of_fsdp2()
         if self.state.adam_implementation == "te_fused" and self.state.fsdp_cpu_offload:
@@ -468,6 +469,54 @@ class Scenario:
                     f"predict together: choose 1, or leave {name} out",
                     *("context_parallel_size", name),
                 )
+
+    def _check_pipeline_of_fsdp2(self) -> None:
+        """Checks the rules of torch's schedules, and of NeMo Automodel (``validate_hf_model_for_pipeline_support``)."""
+        stages, state, layout = self.layout.pipeline_model_parallel_size, self.state, self.layout
+        runs, given = state.schedule_runs, f"pipeline_model_parallel_size is {stages} with engine {self.engine!r}"
+        if stages == 1:
+            return
+        if self.architecture.share_embeddings_and_output_weights:
+            raise RuleError(
+                f"{given}, and {self.architecture.name} has tied embeddings, which NeMo Automodel refuses to spread "
+                "over stages: choose 1, or an untied model",
+                *("pipeline_model_parallel_size", "engine"),
+            )
+        if self.architecture.family in ("gemma", "gemma2", "gemma3_text", "granite"):
+            raise RuleError(
+                f"{given}, and {self.architecture.name} is of the family {self.architecture.family}, which scales what "
+                "the embedding returns, and memlab does not divide into stages: choose 1, or another model",
+                *("pipeline_model_parallel_size", "engine"),
+            )
+        for name, value, is_refused in (
+            ("context_parallel_size", layout.context_parallel_size, layout.context_parallel_size > 1),
+            ("expert_model_parallel_size", layout.expert_model_parallel_size, layout.expert_model_parallel_size > 1),
+            ("sequence_parallel", True, layout.sequence_parallel and layout.tensor_model_parallel_size > 1),
+            (
+                *("model_classes", state.model_classes),
+                self.architecture.routes and state.model_classes != "transformers",
+            ),
+            ("fsdp_version", 1, state.fsdp_version == 1),
+            ("fsdp_cpu_offload", True, state.fsdp_cpu_offload),
+            ("attn_implementation", "eager", self.attention_of_transformers == "eager"),
+            (
+                *("loss_of_transformers", state.loss_of_transformers),
+                state.loss_of_transformers not in ("cross_entropy", "masked_cross_entropy"),
+            ),
+        ):
+            if is_refused:
+                raise RuleError(
+                    f"{given} and {name} {value!r}, which memlab does not predict together: choose 1, or leave {name} "
+                    "out",
+                    *("pipeline_model_parallel_size", name),
+                )
+        if self.num_microbatches % runs or self.num_microbatches // runs < stages:
+            raise RuleError(
+                f"num_microbatches is {self.num_microbatches} in {runs} runs of the schedule, must be at least the "
+                f"{stages} stages in each, the same number, by a rule of torch's Schedule1F1B and of NeMo Automodel: "
+                f"choose {stages * runs} or more, or other schedule_runs",
+                *("num_microbatches", "schedule_runs"),
+            )
 
     def _check_ulysses(self) -> None:
         """Checks the rules of ``verl/utils/ulysses.py`` and ``_ulysses_flash_attention_forward`` (0.9.1)."""

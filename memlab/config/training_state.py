@@ -688,6 +688,24 @@ class TrainingState:
         **_FSDP2,
     )
     """Automodel's own default is True. They have the type in which gradients are reduced."""
+    schedule_runs: int = option(
+        1,
+        "with pipeline stages, number of runs of the schedule before an update, which share the step's micro-batches; "
+        "each reduces gradients at its end (default 1)",
+        rebuilds="nothing",
+        advice="give a divisor of num_microbatches",
+        **_LOOP_OF_FSDP2,
+    )
+    """In NeMo Automodel, the rows of all data parallel ranks' ``local_batch_size`` are one run, and
+    ``global_batch_size`` counts the rows of an update."""
+    return_outputs: bool = option(
+        True,
+        "with pipeline stages, have the last one keep the logits of all micro-batches until the next run, and join "
+        "them at its end",
+        rebuilds="nothing",
+        **_LOOP_OF_FSDP2,
+    )
+    """An argument of the ``step`` of torch's schedules, whose default NeMo Automodel takes; torchtitan gives False."""
     separate_embeddings: SeparateEmbeddings = option(
         "none",
         "shard the embedding by itself (input), or it and the output layer (both), where they are not tied; by default "

@@ -224,8 +224,16 @@ def _on_experts(job: Scenario) -> dict[str, str]:
     return reasons
 
 
+def _on_stages(job: Scenario) -> dict[str, str]:
+    if job.layout.pipeline_model_parallel_size > 1:
+        always = "torch's schedules reduce gradients at their end in any case"
+        return {"defer_fsdp_grad_sync": always} if job.state.defer_fsdp_grad_sync else {}
+    names = {"schedule_runs", "return_outputs"} & job.state.changed().keys()
+    return dict.fromkeys(names, "one pipeline stage has no schedule")
+
+
 def _on_fsdp2(job: Scenario) -> dict[str, str]:
-    reasons = _on_units(job)
+    reasons = _on_units(job) | _on_stages(job)
     if job.state.fp32_sharded_params and job.dtype == "fp32":
         reasons["fp32_sharded_params"] = "the parameters are fp32 already"
     if job.state.defer_fsdp_grad_sync and job.num_microbatches == 1:

@@ -118,6 +118,9 @@ class BridgePackage:
         published = _PUBLISHED.get(model.of.rpartition(".")[2]) if isinstance(model, Section) else None
         if published is not None:
             entries.add("model.hf_model_id", published, None)
+        kind = model.of.rpartition(".")[2] if isinstance(model, Section) and published is None else ""
+        if kind.endswith("Provider") and kind not in (*_LAYERS_OF_CLASS, *_HYBRIDS):
+            entries.add("model.class", kind, None)
         for key, value, line in _flat(made, ""):
             entries.add(key, value, _short(line, recipe))
         ranks = _RANKS.search(recipe.name)
@@ -184,6 +187,10 @@ _LAYERS_OF_CLASS: dict[str, dict[str, Any]] = {
     }
 }
 """What layers consist of by the defaults of a class of models of any sizes (``models/gpt_provider.py``, 067f987d)."""
+
+
+_HYBRIDS = ("HybridModelProvider", "MambaModelProvider")
+"""Classes whose pattern of layers says what they consist of; those of other classes, such as Wan's, are unknown."""
 
 
 def _auto_bridge(_cls: Any, name: Any, *_: Any, **__: Any) -> Section:

@@ -135,7 +135,10 @@ def test_rows_and_ranks(
          "tensor_model_parallel_size beside sequence_parallel under FSDP2"),
         ("{distributed.cp_size: 2, distributed.tp_size: 2}",
          "context_parallel_size beside tensor_model_parallel_size under FSDP2"),
-        ("{distributed.pp_size: 2}", "pipeline stages of FSDP2"),
+        ("{distributed.pp_size: 2, distributed.pipeline.pp_schedule: gpipe}",
+         "pipeline schedules other than 1f1b and interleaved1f1b"),
+        ("{distributed.pp_size: 2, distributed.pipeline.pp_schedule_csv: own.csv}",
+         "a schedule or a division of the model of the recipe's own"),
         ("{distributed.strategy: megatron_fsdp}", "strategies other than fsdp2"),
         ("{distributed.offload_policy: cpu}", "an offload policy without a _target_"),
         ("{quantization.load_in_4bit: true}", "a recipe with quantization"),
@@ -243,14 +246,26 @@ OF_A_RANK = (40 * LAYER_OF_PHI_4 + OUTSIDE_LAYERS) // 8
 @pytest.mark.parametrize(
     ("changes", "at_least"),
     [
-        ("{distributed.pp_size: 2}", (2, 2, 4)),
+        ("{distributed.pp_size: 2, distributed.pipeline.pp_schedule: gpipe}", (2, 2, 4)),
         ("{distributed.tp_size: 4, model.torch_dtype: float32}", (4, 4, 8)),
-        ("{distributed.pp_size: 2, optimizer._target_: flashoptim.FlashAdamW, model.torch_dtype: float32}", (2, 2)),
-        ("{distributed.pp_size: 2, peft.dim: 8}", (2,)),
-        ("{distributed.pp_size: 2, freeze_config.freeze_language_model: true}", (2,)),
-        ("{distributed.pp_size: 2, quantization.load_in_4bit: true}", ()),
-        ("{distributed.pp_size: 2, model.pretrained_model_name_or_path: a/b}", ()),
-        ("{distributed.pp_size: 2, distributed.offload_policy._target_: torch.distributed.fsdp.CPUOffloadPolicy}", ()),
+        (
+            "{distributed.pp_size: 2, distributed.pipeline.pp_schedule: gpipe, optimizer._target_: flashoptim.FlashAdamW, model.torch_dtype: float32}",
+            (2, 2),
+        ),
+        ("{distributed.pp_size: 2, distributed.pipeline.pp_schedule: gpipe, peft.dim: 8}", (2,)),
+        (
+            "{distributed.pp_size: 2, distributed.pipeline.pp_schedule: gpipe, freeze_config.freeze_language_model: true}",
+            (2,),
+        ),
+        ("{distributed.pp_size: 2, distributed.pipeline.pp_schedule: gpipe, quantization.load_in_4bit: true}", ()),
+        (
+            "{distributed.pp_size: 2, distributed.pipeline.pp_schedule: gpipe, model.pretrained_model_name_or_path: a/b}",
+            (),
+        ),
+        (
+            "{distributed.pp_size: 2, distributed.pipeline.pp_schedule: gpipe, distributed.offload_policy._target_: torch.distributed.fsdp.CPUOffloadPolicy}",
+            (),
+        ),
         ("{model._target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained}", ()),
     ],
 )
@@ -282,8 +297,9 @@ def test_adapters_beside_tensor_parallel_ranks_are_read(tmp_path: Path) -> None:
 
 
 def test_a_model_of_more_ranks_than_a_node_has_takes_as_many_as_it_needs(tmp_path: Path) -> None:
-    whole = read(tmp_path, "{distributed.pp_size: 2}", world_size=16).at_least["parameters"]
-    job = read(tmp_path, "{distributed.dp_size: null, distributed.pp_size: 4, distributed.tp_size: 4}")
+    gpipe = "distributed.pipeline.pp_schedule: gpipe"
+    whole = read(tmp_path, f"{{distributed.pp_size: 2, {gpipe}}}", world_size=16).at_least["parameters"]
+    job = read(tmp_path, f"{{distributed.dp_size: null, distributed.pp_size: 4, distributed.tp_size: 4, {gpipe}}}")
     assert job.at_least["parameters"] == whole
 
 
@@ -302,13 +318,13 @@ def test_adapters_are_those_of_automodel(changes: str, adapters: dict[str, Any],
 
 
 def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -> None:
-    keys = "distributed.sequence_parallel: true, distributed.pipeline.pp_schedule: 1f1b"
+    keys = "distributed.sequence_parallel: true, distributed.pipeline.pp_schedule: gpipe"
     assert {"distributed.sequence_parallel", "distributed.pipeline.pp_schedule"} <= read(
         tmp_path, f"{{{keys}}}"
     ).without_effect.keys()
     job = read(tmp_path, f"{{{keys}, distributed.tp_size: 2, distributed.pp_size: 2, peft.dim: 16, peft.alpha: 32}}")
     taken = {one.key: one.memlab_value for one in job.taken}
-    assert [taken[f"distributed.{name}"] for name in ("sequence_parallel", "pipeline.pp_schedule")] == [True, "1f1b"]
+    assert [taken[f"distributed.{name}"] for name in ("sequence_parallel", "pipeline.pp_schedule")] == [True, "gpipe"]
     assert (taken["peft.dim"], taken["peft.alpha"]) == (16, 32)
 
 

@@ -281,3 +281,10 @@ def test_the_class_of_models_of_any_sizes_decides_what_layers_consist_of(checkou
     assert (model.normalization, model.gated_linear_unit, model.add_bias_linear) == ("LayerNorm", False, True)
     assert (model.position_embedding_type, model.max_position_embeddings) == ("learned_absolute", 512)
     assert (model.share_embeddings_and_output_weights, model.vocab_size) == (True, 50304)
+    path = checkout / recipe.partition("::")[0]
+    path.write_text(path.read_text().replace("GPTModelProvider", "WanModelProvider"))
+    (checkout / "src/megatron/bridge/models/gpt_provider.py").write_text(
+        "class WanModelProvider:\n    num_layers: int = None\n"
+    )
+    job = Job.read(checkout / recipe)
+    assert job.scenario is None and "model.class WanModelProvider" in str(job.not_supported)

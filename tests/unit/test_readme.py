@@ -97,7 +97,8 @@ def test_make_targets_names_and_keys_exist() -> None:
 def test_the_section_of_fsdp2_names_each_flag_that_only_fsdp2_has() -> None:
     section = (BOOK / "commands.md").read_text().partition("## FSDP2")[2].partition("\n## ")[0]
     options = options_of(TrainingState).items()
-    flags = [f"--{name.replace('_', '-')}" for name, one in options if one.engines == ("fsdp2",)]
+    own = [(name, one) for name, one in options if one.engines == ("fsdp2",)]
+    flags = [f"--{'no-' * (one.default is True)}{name.replace('_', '-')}" for name, one in own]
     assert len(flags) > 15
     assert [flag for flag in ("--cp-comm-type", *flags) if flag not in section] == []
 

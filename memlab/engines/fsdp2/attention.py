@@ -72,7 +72,8 @@ def give_masks(module: Any, attention: str) -> None:
 
 
 def _with_mask(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    tokens, lengths = named["input_ids"].shape[1], named.get("packed_lengths")
+    received = named["inputs_embeds"] if named.get("input_ids") is None else named["input_ids"]
+    tokens, lengths = received.shape[1], named.get("packed_lengths")
     if model.config.model_type in ("gemma2", "gemma3_text"):
         dtype = model.embed_tokens.weight.dtype if name == "eager" else torch.bool
         windows = {"full_attention": None, "sliding_attention": model.config.sliding_window}

@@ -84,6 +84,10 @@ class Fsdp2Engine:
         if not torch.distributed.is_initialized():
             self._place.join(self.scenario.layout)
         kind = FlatModel if self.scenario.state.fsdp_version == 1 else ShardedModel
+        if self._has_stages:  # torch's pipelining takes a second to import
+            from memlab.engines.fsdp2.pipelined_model import PipelinedModel
+
+            kind = PipelinedModel
         self._live = kind(self.scenario, self._place.kind)
 
     def release_optimizer(self) -> None:
@@ -165,11 +169,21 @@ class Fsdp2Engine:
         update: Callable[[], None] | None = None,
     ) -> float | None:
         self._labels = labels
+        if self._has_stages:
+            from memlab.engines.fsdp2 import pipelined_step
+
+            live: Any = self.live
+            return pipelined_step.train_step(live, self.scenario, labels, load_for_update, microbatches, update)
         return steps.train_step(self.live, self.scenario, labels, load_for_update, microbatches, update)
 
     def forward_only_step(
         self, labels: Labels, microbatches: Microbatches = ALL_MICROBATCHES, *, suspend_offload: bool
     ) -> float | None:
+        if self._has_stages:
+            raise ValueError(
+                "engine is 'fsdp2' with pipeline stages, of which memlab takes no forward-only step: choose "
+                "pipeline_model_parallel_size 1, or a training step"
+            )
         return steps.forward_only_step(self.live, self.scenario, labels, microbatches)
 
     def during_step(
@@ -241,6 +255,10 @@ class Fsdp2Engine:
 
     def repair(self) -> None:
         """Does nothing: there are no faults to repair."""
+
+    @property
+    def _has_stages(self) -> bool:
+        return self.scenario.layout.pipeline_model_parallel_size > 1
 
     def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         """Returns the contexts of a checkpoint's forward, and of its recomputation."""

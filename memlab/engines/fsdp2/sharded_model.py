@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -44,8 +44,10 @@ class ShardedModel:
         """The experts of layers that are sharded by themselves."""
         self._whole: list[Any] = []
         """Parameters of experts that no other rank has a part of."""
-        self._separate: list[Any] = []
-        """The embedding and the output layer, as far as they are sharded by themselves."""
+        self._embedding: list[Any] = []
+        """The embedding, if it is sharded by itself."""
+        self._output: list[Any] = []
+        """The output layer, if it is sharded by itself."""
         torch.manual_seed(scenario.seed)
         self.attention = name_of(scenario, on_gpu=place.on_gpu, has_allocator=place.has_allocator)
         # The whole model has no part in a step, and is made under another default type than the meter expects.
@@ -55,6 +57,7 @@ class ShardedModel:
                 change_classes(self.module, scenario)
                 if scenario.state.lora is not None:
                     add_adapters(self.module, scenario)
+                self.module = self._divide(self.module, scenario)
             self.context_parallel = mesh_of(scenario, mesh_device)
             self._shard(mesh_device, scenario)
         # The module has others while they are gathered, as those outside the layers are after a forward-only pass.
@@ -82,25 +85,28 @@ class ShardedModel:
 
     def set_gathering(self, state: TrainingState) -> None:
         """Says which layers free their gathered parameters after forward, and which are gathered ahead of time."""
-        which, layers = state.reshard_after_forward, self.layers
-        freed = {layer: which == "all" or (which == "all_but_last" and layer is not layers[-1]) for layer in layers}
+        which, layers, last = state.reshard_after_forward, self.layers, {root.model.layers[-1] for root in self.roots}
+        freed = {layer: which == "all" or (which == "all_but_last" and layer not in last) for layer in layers}
         freed |= {one: freed[layer] for layer in layers if (one := experts_of(layer)) in self._experts}
-        freed |= dict.fromkeys(self._separate[:1], which != "none")
-        freed |= dict.fromkeys((*self._separate[1:], self.module), which != "none" and state.reshard_root_after_forward)
+        freed |= dict.fromkeys(self._embedding, which != "none")
+        freed |= dict.fromkeys((*self._output, *self.roots), which != "none" and state.reshard_root_after_forward)
         for unit, is_freed in freed.items():
             unit.set_reshard_after_forward(is_freed, recurse=False)
             for group in _groups(unit) if is_freed else ():
                 group.post_forward_mesh_info = self._meshes_after_forward[group]
-        if state.reshard_root_after_forward:  # verl's ``apply_fsdp2`` goes from the embedding to the output layer
-            layers = [*self._separate[:1], *layers, *self._separate[1:]]
         after, before = state.fsdp2_forward_prefetch_depth, state.fsdp2_backward_prefetch_depth
-        for number, layer in enumerate(layers):
-            layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + after])
-            layer.set_modules_to_backward_prefetch(layers[max(0, number - before) : number][::-1])
+        for root in self.roots:
+            layers = list(root.model.layers)
+            if state.reshard_root_after_forward:  # verl's ``apply_fsdp2`` goes from the embedding to the output layer
+                layers = [*self._embedding, *layers, *self._output]
+            for number, layer in enumerate(layers):
+                layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + after])
+                layer.set_modules_to_backward_prefetch(layers[max(0, number - before) : number][::-1])
 
     def set_gradient_sync(self, is_last: bool) -> None:
         """Says whether the next backward reduces gradients."""
-        self.module.set_requires_gradient_sync(is_last)
+        for root in self.roots:
+            root.set_requires_gradient_sync(is_last)
 
     def clip(self, max_norm: float) -> None:
         """Clips the gradients."""
@@ -115,9 +121,14 @@ class ShardedModel:
         return self.module
 
     @property
+    def roots(self) -> list[Any]:
+        """What FSDP2 takes for a whole model: several where the rank has several stages of a pipeline."""
+        return [self.module]
+
+    @property
     def layers(self) -> list[Any]:
         """The transformer layers."""
-        return list(self.module.model.layers)
+        return [layer for root in self.roots for layer in root.model.layers]
 
     def named_modules(self) -> Iterator[tuple[str, Any]]:
         """Yields the modules of transformers' model by their names there."""
@@ -150,8 +161,9 @@ class ShardedModel:
                 each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
                 each._unsharded_param.grad = None
-        if hasattr(self.module, "reset_iter_state"):
-            self.module.reset_iter_state()
+        for root in self.roots:
+            if hasattr(root, "reset_iter_state"):
+                root.reset_iter_state()
         self.reset_optimizer()
 
     def reset_optimizer(self) -> None:
@@ -163,22 +175,17 @@ class ShardedModel:
 
     def _shard(self, mesh_device: str, scenario: Scenario) -> None:
         """Has FSDP2 shard each layer, and then the model."""
-        state, tensor_ranks = scenario.state, scenario.layout.tensor_model_parallel_size
-        sizes = {"dp_replicate": state.dp_replicate_size, "dp_shard": scenario.ranks_of_shards, "tp": tensor_ranks}
-        named = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
-        mesh = init_device_mesh(mesh_device, tuple(named.values()), mesh_dim_names=tuple(named))
-        if tensor_ranks > 1:
-            divide(self.module, mesh["tp"], sequences=scenario.layout.sequence_parallel)
-            mesh = mesh[tuple(name for name in named if name != "tp")]
+        state, mesh = scenario.state, self._spread(mesh_device, scenario)
         options: dict[str, Any] = {
             "mesh": mesh,
             "mp_policy": _policy(scenario),
             "offload_policy": CPUOffloadPolicy() if state.fsdp_cpu_offload else OffloadPolicy(),
         }
-        if not scenario.architecture.share_embeddings_and_output_weights:
-            number = {"none": 0, "input": 1, "both": 2}[state.separate_embeddings]
-            self._separate = [self.module.model.embed_tokens, self.module.lm_head][:number]
-        units = [*self.layers, *self._separate, self.module]
+        if state.separate_embeddings != "none" and not scenario.architecture.share_embeddings_and_output_weights:
+            self._embedding = _present(root.model.embed_tokens for root in self.roots)
+            if state.separate_embeddings == "both":
+                self._output = _present(root.lm_head for root in self.roots)
+        units = [*self.layers, *self._embedding, *self._output, *self.roots]
         if scenario.layout.expert_model_parallel_size > 1:
             shards = spread_experts(self.layers, scenario, mesh_device)
             experts = [one for one in map(experts_of, self.layers) if one is not None]
@@ -193,9 +200,26 @@ class ShardedModel:
         for unit in units:
             fully_shard(unit, reshard_after_forward=state.reshard_after_forward_ranks or True, **options)
         units += self._experts
-        if mesh_device == "cpu":  # gloo has no average
-            self.module.set_force_sum_reduction_for_comms(True)
+        for root in self.roots if mesh_device == "cpu" else ():  # gloo has no average
+            root.set_force_sum_reduction_for_comms(True)
         self._meshes_after_forward = {group: group.post_forward_mesh_info for unit in units for group in _groups(unit)}
+
+    def _spread(self, mesh_device: str, scenario: Scenario) -> Any:
+        """Divides matrices over tensor parallel ranks, and returns the mesh of the ranks that have shards."""
+        state, tensor_ranks = scenario.state, scenario.layout.tensor_model_parallel_size
+        sizes = {"pp": scenario.layout.pipeline_model_parallel_size, "dp_replicate": state.dp_replicate_size}
+        sizes |= {"dp_shard": scenario.ranks_of_shards, "tp": tensor_ranks}
+        named = {name: size for name, size in sizes.items() if size > 1 or name == "dp_shard"}
+        mesh = init_device_mesh(mesh_device, tuple(named.values()), mesh_dim_names=tuple(named))
+        self.pipeline_mesh: Any = mesh["pp"] if "pp" in named else None
+        for root in self.roots if tensor_ranks > 1 else ():
+            divide(root, mesh["tp"], sequences=scenario.layout.sequence_parallel)
+        of_shards = tuple(name for name in named if name.startswith("dp"))
+        return mesh[of_shards] if len(of_shards) < len(named) else mesh
+
+    def _divide(self, module: Any, scenario: Scenario) -> Any:
+        """Returns the rank's part of transformers' model: all of it, but for `memlab.engines.fsdp2.pipelined_model`."""
+        return module
 
     def _to_device(self) -> None:
         """Allocates the rank's shards and the buffers where they are kept, each in a storage of its own."""
@@ -213,6 +237,11 @@ class ShardedModel:
             for module in self.module.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, on_device(buffer))
+
+
+def _present(modules: Iterable[Any]) -> list[Any]:
+    """Returns the modules that a rank has: it lacks those of other stages."""
+    return [module for module in modules if module is not None and not isinstance(module, torch.nn.Identity)]
 
 
 def _groups(module: Any) -> list[Any]:

@@ -21,7 +21,12 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 def divide(module: Any, mesh: Any, *, sequences: bool) -> None:
     """Divides the matrices of transformers' model over the ranks of a mesh, and between them the sequence if asked."""
     trained = {name: each.requires_grad for name, each in module.named_parameters()}
-    parallelize_module(module, mesh, _plan(module, sequences=sequences))
+    plan = _plan(module, sequences=sequences)
+    ends = {"model.embed_tokens": module.model.embed_tokens, "lm_head": module.lm_head}
+    for name, end in ends.items():  # a stage of a pipeline may have none
+        if end is None or isinstance(end, torch.nn.Identity):
+            del plan[name]
+    parallelize_module(module, mesh, plan)
     for name, each in module.named_parameters():  # torch's styles make all parameters trainable
         each.requires_grad_(trained[name])
 

@@ -32,7 +32,7 @@ def train_step(
     """Takes a training step, as `memlab.engines.protocol.Engine.train_step` documents it."""
     losses = []
     with microbatches.counted():
-        for number, tokens in enumerate(_batches(scenario), start=1):
+        for number, tokens in enumerate(batches_of(scenario), start=1):
             if scenario.state.defer_fsdp_grad_sync:
                 live.set_gradient_sync(number == scenario.num_microbatches)
             microbatches.before_forward()
@@ -73,7 +73,7 @@ def forward_only_step(
     losses = []
     try:
         with microbatches.counted(), torch.no_grad():
-            for tokens in _batches(scenario):
+            for tokens in batches_of(scenario):
                 microbatches.before_forward()
                 labels.enter_phase("forward")
                 with _own_part(live, scenario, tokens) as own:
@@ -116,11 +116,11 @@ def _forward(live: ShardedModel, scenario: Scenario, own: dict[str, Any]) -> tup
     return None if kind == "masked_cross_entropy" else output, loss
 
 
-def _batches(scenario: Scenario) -> Iterator[torch.Tensor]:
+def batches_of(scenario: Scenario) -> Iterator[torch.Tensor]:
     """Yields random tokens int64 [micro_batch_size, seq_length] on the host, the same in every step."""
     layout = scenario.layout
     sharing = layout.tensor_model_parallel_size * layout.context_parallel_size
-    generator = torch.Generator().manual_seed(scenario.seed + layout.rank // sharing)
+    generator = torch.Generator().manual_seed(scenario.seed + layout.rank % layout.ranks_of_a_stage // sharing)
     shape = (scenario.micro_batch_size, scenario.seq_length)
     for _ in range(scenario.num_microbatches):
         yield torch.randint(scenario.architecture.vocab_size, shape, generator=generator)

@@ -14,6 +14,12 @@ from memlab.config.architectures import Architecture
 from memlab.config.scenario import FAMILIES_OF_AUTOMODEL, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.automodel_experts import take_experts
+from memlab.jobs.frameworks.automodel_pipeline import (
+    composed_of_pipeline,
+    refuse_schedules,
+    take_chunks,
+    take_microbatches,
+)
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     EXCHANGE,
@@ -225,6 +231,7 @@ def complete(reading: Reading) -> None:
         key, effect = ("distributed", "either") if values["fp32_sharded_params"] else ("distributed.dp_size", "less")
         reading.miss(key, effect, "Automodel does not shard a model on a single rank")  # type: ignore[arg-type]
     _take_rows(reading)
+    take_microbatches(reading)
     _take_prefetch(reading)
     _take_optimizer(reading)
     checkpointing = values.pop("checkpointing")
@@ -304,16 +311,9 @@ def _refuse(reading: Reading) -> None:
         block(reading, "distributed.offload_policy", "an offload policy without a _target_")
     values["dp_replicate_size"] = values["dp_replicate_size"] or 1
     reading.known.add("distributed.offload_policy.pin_memory")
-    rows = {
-        "strategy": ("fsdp2", "strategies other than fsdp2"),
-        "pipeline_model_parallel_size": (1, "pipeline stages of FSDP2"),
-    }
-    for field, (usual, what) in rows.items():
-        given = values.get(field)
-        if given not in (None, usual):
-            taken = next(one for one in reversed(reading.taken) if one.field == field)
-            block(reading, taken.key, what)
-    del values["strategy"]
+    if values.pop("strategy") not in (None, "fsdp2"):
+        block(reading, "distributed.strategy", "strategies other than fsdp2")
+    refuse_schedules(reading)
 
 
 def _drop_keys_of_other_ranks(reading: Reading) -> None:
@@ -438,6 +438,7 @@ def complete_refused(reading: Reading) -> None:
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     """Notes in what the class that Automodel builds of this model differs from that of transformers."""
     family, is_of_transformers = architecture.family, reading.values.pop("is_of_transformers")
+    take_chunks(reading, architecture)
     if family not in FAMILIES_OF_AUTOMODEL or is_of_transformers:
         check_family(reading, architecture)
         if reading.get("model.use_liger_kernel", default=True):
@@ -499,6 +500,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "sequence_parallel": shares_sequence,
             "optimizer": _FUSED_ADAM if state.adam_implementation == "te_fused" else "torch.optim.AdamW",
         }
+        | composed_of_pipeline(scenario)
     )
 
 
@@ -543,6 +545,7 @@ AUTOMODEL = Framework(
         "use_orig_params": _SHARDS,
         "attn_implementation": "memlab's writer of Automodel's recipes has no key for it",
         "reshard_root_after_forward": "Automodel keeps them until backward",
+        "return_outputs": "Automodel has torch's schedules keep the logits",
     }
     | dict.fromkeys((*EXCHANGE, *OF_OWN_EXPERTS), "memlab's writer of Automodel's recipes has no key for it")
     | dict.fromkeys(("separate_embeddings", "loss_of_transformers"), "Automodel's version decides it, not a key")
@@ -563,6 +566,8 @@ AUTOMODEL = Framework(
             "recompute_num_layers",
             "selective_ac",
             "checkpoint_every",
+            "schedule_runs",
+            "virtual_pipeline_model_parallel_size",
         )
     ),
     render=yaml_lines,

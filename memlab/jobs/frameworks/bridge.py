@@ -197,6 +197,7 @@ _DISTILLATION = (
 """Fields of ModelOpt's DistillationConfig (modelopt/torch/distill/plugins/megatron.py, 0.47.0)."""
 FRAMEWORK_MISSING = (
     *_OTHER_MODELS,
+    Missing("model.class", "either", "models of this class of Megatron-Bridge", is_given, blocks=True),
     *frozen_parts("model."),
     *missing_under("dataset", _DATASET),
     *_DISTILLATION,

@@ -28,6 +28,8 @@ NO_EXCHANGE = dict.fromkeys(EXCHANGE, "its ranks exchange no tokens of experts")
     OF_OWN_EXPERTS, "it builds transformers' classes of models with experts"
 )
 """For `Framework.cannot_write`, where transformers' classes are built."""
+NO_STAGES = dict.fromkeys(("schedule_runs", "return_outputs"), "its jobs with FSDP have no pipeline stages")
+"""For `Framework.cannot_write`, where ranks share a model by FSDP, and not by stages."""
 FLASH = "flash_attention_2"
 OUTPUT_LAYER = "lm_head"
 _CLASS_OF_AUTOMODEL = "PeftConfig"

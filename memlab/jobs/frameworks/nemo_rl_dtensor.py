@@ -21,6 +21,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     FOREACH,
     FROZEN,
     NO_EXCHANGE,
+    NO_STAGES,
     OWN_PLAN,
     PARTS_OF_AUTOMODEL,
     Own,
@@ -333,6 +334,7 @@ NEMO_RL_DTENSOR = Framework(
     packs=is_packed,
     cannot_write=dict.fromkeys(_DECIDED, _SHARDS)
     | NO_EXCHANGE
+    | NO_STAGES
     | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
     | {
         "grad_reduce_in_bf16": "NeMo-RL reduces gradients in fp32",

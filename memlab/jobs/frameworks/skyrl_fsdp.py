@@ -18,6 +18,7 @@ from memlab.jobs.frameworks.framework import CannotStartError, Framework, Readin
 from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
     NO_EXCHANGE,
+    NO_STAGES,
     RESHARDING,
     Own,
     attention_key,
@@ -326,6 +327,7 @@ CANNOT_WRITE = (
     | dict.fromkeys(_NO_KEY, "SkyRL has no such key")
     | dict.fromkeys(_NONE_AHEAD, "SkyRL gathers no layer ahead")
     | NO_EXCHANGE
+    | NO_STAGES
 )
 WITHOUT_OWN_KEY = frozenset(
     (

@@ -17,6 +17,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
     FOREACH,
     NO_EXCHANGE,
+    NO_STAGES,
     RESHARDING,
     Own,
     attention_key,
@@ -462,6 +463,7 @@ CANNOT_WRITE = (
     }
     | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
     | NO_EXCHANGE
+    | NO_STAGES
 )
 """Fields that no trainer of verl with FSDP expresses, each with the reason."""
 WITHOUT_OWN_KEY = frozenset(

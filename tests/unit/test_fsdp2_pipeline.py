@@ -1,0 +1,136 @@
+"""Stages of a pipeline under FSDP2: torch's schedules over parts of transformers' model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memlab import Lab, Layout, TrainingState
+from memlab.backends.simulated import predicting
+from memlab.config.scenario import Scenario
+from memlab.jobs.job import Job
+from memlab.jobs.writing import written
+
+pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
+
+SIZES: dict[str, Any] = {"num_layers": 4, "seq_length": 128, "num_microbatches": 4, "engine": "fsdp2"}
+HIDDEN, LOGITS = 128 * 128 * 2, 128 * 256 * 2
+"""Bytes that a stage of llama-3-tiny sends, and bytes of the logits, of a micro-batch of 128 tokens in bf16."""
+
+
+def of(stage: int = 0, chunks: int = 1, state: dict[str, Any] | None = None, **others: Any) -> Scenario:
+    layout = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=chunks, rank=stage)
+    values = SIZES | {"layout": layout, "state": TrainingState(**(state or {}))} | others
+    return Scenario.of("llama-3-tiny", **values)
+
+
+def predicted(scenario: Scenario) -> Any:
+    with Lab(scenario, backend=predicting("cpu")) as lab:
+        lab.step()
+        return lab.step()
+
+
+def recipe(folder: Path, changes: str) -> Job:
+    folder.joinpath("recipe.yaml").write_text(
+        "recipe: TrainFinetuneRecipeForNextTokenPrediction\n"
+        "model: {pretrained_model_name_or_path: meta-llama/Llama-3.1-8B, torch_dtype: bfloat16}\n"
+        "step_scheduler: {local_batch_size: 8, global_batch_size: 64}\n"
+        "dataset: {seq_length: 1024, _target_: mock}\n"
+        f"distributed: {{pp_size: 2, dp_size: 4, pipeline: {{{changes}}}}}\n"
+    )
+    return Job.read(folder / "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ("pp_microbatch_size: 2", (1, 2, 8, 2)),
+        ("pp_schedule: interleaved1f1b", (2, 1, 16, 2)),
+        ("pp_schedule: Interleaved1F1B, layers_per_stage: 4, pp_microbatch_size: 4", (4, 4, 4, 2)),
+        (
+            "pp_schedule: interleaved1f1b, layers_per_stage: 5, round_virtual_stages_to_pp_multiple: up",
+            "8 parts of 32 layers, of 4 each",
+        ),
+        (
+            "pp_schedule: interleaved1f1b, layers_per_stage: 7, round_virtual_stages_to_pp_multiple: down",
+            "4 parts, of 8 each",
+        ),
+    ],
+)
+def test_a_recipe_says_chunks_and_micro_batches(keys: str, expected: Any, tmp_path: Path) -> None:
+    """``calculate_virtual_stages`` of NeMo Automodel: ceil(32 / 5) is 7, and 8 up; ceil(32 / 7) is 5, and 4 down."""
+    scenario, settings = recipe(tmp_path, keys).required()
+    layout = scenario.layout
+    found = (
+        *(layout.virtual_pipeline_model_parallel_size, scenario.micro_batch_size),
+        *(scenario.num_microbatches, scenario.state.schedule_runs),
+    )
+    if isinstance(expected, str):
+        expected = (int(expected[0]) // 2, 1, 16, 2)
+    assert found == expected and (layout.pipeline_model_parallel_size, layout.data_parallel_size) == (2, 4)
+    said = written("automodel", scenario, settings)
+    (tmp_path / "recipe.yaml").write_text("\n".join(said.lines))
+    assert not said.unsaid and Job.read(tmp_path / "recipe.yaml").required()[0] == scenario
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("layers_per_stage: 4", "must make one for each stage"),
+        ("pp_schedule: interleaved1f1b, layers_per_stage: 16", "must make several for each stage"),
+        ("pp_microbatch_size: 3", "must be a multiple of distributed.pipeline.pp_microbatch_size 3"),
+        ("pp_microbatch_size: 8", "at least one micro-batch for each of the 2 stages"),
+        ("pp_schedule: interleaved1f1b, layers_per_stage: 6, round_virtual_stages_to_pp_multiple: up", "different"),
+    ],
+)
+def test_a_recipe_that_cannot_start_is_refused_with_the_rule(keys: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        recipe(tmp_path, keys).required()
+    assert "\n" not in str(refused.value)
+
+
+def test_the_last_stage_keeps_the_logits_of_all_micro_batches_unless_told_otherwise() -> None:
+    kept, dropped = (predicted(of(1, state={"return_outputs": each})) for each in (True, False))
+    assert kept.static_bytes - dropped.static_bytes == 4 * LOGITS
+    assert kept.peak_allocated_bytes > dropped.peak_allocated_bytes + 2 * LOGITS
+    first, again = (predicted(of(0, state={"return_outputs": each})) for each in (True, False))
+    assert first.peak_by_category == again.peak_by_category, "the first stage has no logits"
+
+
+def test_a_stage_has_a_buffer_for_each_micro_batch_that_it_receives() -> None:
+    four, eight = (predicted(of(0, num_microbatches=number)) for number in (4, 8))
+    assert eight.static_bytes - four.static_bytes == 4 * HIDDEN, "gradients, from the next stage"
+    one, two = (predicted(of(1, chunks, {"return_outputs": False})) for chunks in (1, 2))
+    assert two.static_bytes - one.static_bytes >= 2 * 4 * HIDDEN, "rank 1 has a middle stage more, with both directions"
+
+
+def test_several_runs_of_the_schedule_keep_reduced_gradients_between_them() -> None:
+    one = predicted(of(0, num_microbatches=4))
+    two = predicted(of(0, num_microbatches=8, state={"schedule_runs": 2}))
+    assert one.static_bytes == two.static_bytes, "a run has as many micro-batches"
+    assert two.peak_allocated_bytes > one.peak_allocated_bytes
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ({"num_microbatches": 1}, "must be at least the 2 stages in each"),
+        ({"state": TrainingState(schedule_runs=3)}, "num_microbatches is 4 in 3 runs"),
+        ({"state": TrainingState(fsdp_cpu_offload=True)}, "and fsdp_cpu_offload True"),
+        ({"state": TrainingState(loss_of_transformers="logprobs_by_row")}, "and loss_of_transformers"),
+        ({"state": TrainingState(attn_implementation="eager")}, "and attn_implementation 'eager'"),
+        ({"state": TrainingState(fsdp_version=1)}, "and fsdp_version 1"),
+    ],
+)
+def test_what_stages_do_not_have_is_refused_by_name(others: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        replace(of(), **others)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_with_tied_embeddings_has_no_stages() -> None:
+    with pytest.raises(ValueError, match="has tied embeddings, which NeMo Automodel refuses"):
+        Scenario.of("qwen3-0.6b", engine="fsdp2", num_microbatches=2, layout=Layout(pipeline_model_parallel_size=2))
