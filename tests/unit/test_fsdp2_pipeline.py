@@ -120,6 +120,14 @@ def test_several_runs_of_the_schedule_keep_reduced_gradients_between_them() -> N
     [
         ({"num_microbatches": 1}, "must be at least the 2 stages in each"),
         ({"state": TrainingState(schedule_runs=3)}, "num_microbatches is 4 in 3 runs"),
+        (
+            {
+                "layout": Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+                "num_microbatches": 10,
+                "state": TrainingState(schedule_runs=2),
+            },
+            "5 in each of 2 runs of the schedule, must be a multiple of the 2 rounds",
+        ),
         ({"state": TrainingState(fsdp_cpu_offload=True)}, "and fsdp_cpu_offload True"),
         ({"state": TrainingState(loss_of_transformers="logprobs_by_row")}, "and loss_of_transformers"),
         ({"state": TrainingState(attn_implementation="eager")}, "and attn_implementation 'eager'"),
