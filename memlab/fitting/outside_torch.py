@@ -289,8 +289,8 @@ def _bytes_of_number_of_tokens(layout: Layout) -> int:
     """Returns what the group of pipeline stages takes for the broadcast of a loss per token's number of tokens.
 
     See ``finalize_model_grads.py`` in megatron/core/distributed, 0.16.1. Measured with one stage, also of ranks that
-    share sequences or experts, with two stages and with two that are interleaved (``h200_per_token_loss.jsonl``,
-    ``h200x2_per_token_loss.jsonl``).
+    share sequences or experts, with two and four stages and with two that are interleaved
+    (``h200_per_token_loss.jsonl``, ``h200x2_per_token_loss.jsonl``, ``h200x4_per_token_loss.jsonl``).
     """
     stages = layout.pipeline_model_parallel_size
     if stages == 1:

@@ -19,7 +19,7 @@ from memlab.units import MIB
 RESULTS = Path(__file__).parents[2] / "labs" / "results"
 MEASURED = [
     json.loads(line)
-    for name in ("h200", "h200x2")
+    for name in ("h200", "h200x2", "h200x4")
     for line in (RESULTS / f"{name}_per_token_loss.jsonl").read_text().splitlines()
 ]
 MEGATRON_LM = (
