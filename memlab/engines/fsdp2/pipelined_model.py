@@ -161,7 +161,7 @@ class _Stage(PipelineStage):
         self.has_backward = True
         options = {}
         if "has_backward" in signature(self._prepare_forward_infra).parameters:  # since torch 2.12
-            from torch.distributed.pipelining.stage import InferenceMode
+            from torch.distributed.pipelining.stage import InferenceMode  # type: ignore[attr-defined]
 
             self._inference_mode, options = InferenceMode.STATIC, {"has_backward": True}
         self._prepare_forward_infra(num_microbatches, (), None, **options)
