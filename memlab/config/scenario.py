@@ -505,11 +505,18 @@ class Scenario:
             ),
         ):
             if is_refused:
+                # Tensor parallel ranks share sequences unless it is switched off.
+                other = "set sequence_parallel False" if name == "sequence_parallel" else f"leave {name} out"
                 raise RuleError(
-                    f"{given} and {name} {value!r}, which memlab does not predict together: choose 1, or leave {name} "
-                    "out",
+                    f"{given} and {name} {value!r}, which memlab does not predict together: choose 1, or {other}",
                     *("pipeline_model_parallel_size", name),
                 )
+        if not all(self.chunks):
+            raise RuleError(
+                f"{given} and pipeline_model_parallel_layout {shortened(layout.pipeline_model_parallel_layout)}, in "
+                "which a stage has no layer, and memlab's stages of FSDP2 have at least one: give each stage a layer",
+                *("pipeline_model_parallel_layout", "engine"),
+            )
         if self.num_microbatches % runs or self.num_microbatches // runs < stages:
             raise RuleError(
                 f"num_microbatches is {self.num_microbatches} in {runs} runs of the schedule, must be at least the "

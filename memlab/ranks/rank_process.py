@@ -106,7 +106,7 @@ def _say_alive(outbox: _Outbox) -> None:
     while True:
         cpu, queued = time.process_time(), queued_seconds(threading.get_native_id())
         time.sleep(ALIVE_SECONDS)
-        queued = queued_seconds(threading.get_native_id()) - queued
+        queued = max(0.0, queued_seconds(threading.get_native_id()) - queued)  # less if a thread has ended
         outbox.send(("alive", whereabouts(own, time.process_time() - cpu, queued)))
 
 

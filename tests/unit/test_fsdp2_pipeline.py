@@ -132,6 +132,14 @@ def test_several_runs_of_the_schedule_keep_reduced_gradients_between_them() -> N
         ({"state": TrainingState(loss_of_transformers="logprobs_by_row")}, "and loss_of_transformers"),
         ({"state": TrainingState(attn_implementation="eager")}, "and attn_implementation 'eager'"),
         ({"state": TrainingState(fsdp_version=1)}, "and fsdp_version 1"),
+        (
+            {"layout": Layout(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)},
+            "or set sequence_parallel False",
+        ),
+        (
+            {"layout": Layout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Etttt|L")},
+            "a stage has no layer",
+        ),
     ],
 )
 def test_what_stages_do_not_have_is_refused_by_name(others: dict[str, Any], words: str) -> None:

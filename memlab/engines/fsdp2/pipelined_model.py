@@ -140,13 +140,13 @@ class PipelinedModel(ShardedModel):
         options: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
         if len(self.stages) == 1:
             schedule: Any = Schedule1F1B(self.stages[0], num_microbatches, **options)
+            schedule._stage_forward_initialized = schedule._stage_backward_initialized = True
         else:
             schedule = ScheduleInterleaved1F1B(self.stages, num_microbatches, **options)
+            schedule._stages_forward_initialized = schedule._stages_backward_initialized = True
         with keeping("workspace"):
             for stage in self.stages:
                 stage.prepare(num_microbatches)
-        for name in ("forward", "backward"):
-            setattr(schedule, f"_stage{'s' * (len(self.stages) > 1)}_{name}_initialized", True)
         return schedule
 
 
@@ -161,7 +161,7 @@ class _Stage(PipelineStage):
         self.has_backward = True
         options = {}
         if "has_backward" in signature(self._prepare_forward_infra).parameters:  # since torch 2.12
-            from torch.distributed.pipelining._utils import InferenceMode
+            from torch.distributed.pipelining.stage import InferenceMode  # type: ignore[attr-defined]
 
             self._inference_mode, options = InferenceMode.STATIC, {"has_backward": True}
         self._prepare_forward_infra(num_microbatches, (), None, **options)
