@@ -146,7 +146,7 @@ WRONG_MOVES = {
         f"for b in {ALL}:\n    b.grad_data.storage().resize_(b.grad_data.numel() * 4)\n    b.grad_data.zero_()",
         "resize_ of storage() takes numbers, which are numel()",
     ),
-    "elements taken for bytes": (RELEASE.replace(".storage()", ".untyped_storage()"), LOAD, "on the device where"),
+    "elements taken for bytes": (RELEASE.replace(".storage()", ".untyped_storage()"), LOAD, "of storage() takes numbers"),
     "not zeroed": (RELEASE, LOAD.replace("        buffer.grad_data.zero_()\n", ""), "gives the gradients memory and does not zero it"),
     "filled with ones": (RELEASE, LOAD.replace("zero_()", "fill_(1)"), "fills the gradients with 1, must be 0"),
     "a part zeroed": (RELEASE, LOAD.replace(".zero_()", "[:9] = 0"), "must set all of them"),
