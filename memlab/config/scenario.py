@@ -517,6 +517,15 @@ class Scenario:
                 f"choose {stages * runs} or more, or other schedule_runs",
                 *("num_microbatches", "schedule_runs"),
             )
+        of_run = self.num_microbatches // runs
+        rounds = of_run // stages
+        if layout.virtual_pipeline_model_parallel_size > 1 and of_run % rounds:
+            raise RuleError(
+                f"num_microbatches is {self.num_microbatches}, {of_run} in each of {runs} runs of the schedule, must "
+                f"be a multiple of the {rounds} rounds of a run by a rule of torch's ScheduleInterleaved1F1B: choose "
+                f"{rounds * stages * runs}, or other schedule_runs",
+                *("num_microbatches", "schedule_runs"),
+            )
 
     def _check_ulysses(self) -> None:
         """Checks the rules of ``verl/utils/ulysses.py`` and ``_ulysses_flash_attention_forward`` (0.9.1)."""

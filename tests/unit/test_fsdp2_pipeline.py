@@ -80,6 +80,7 @@ def test_a_recipe_says_chunks_and_micro_batches(keys: str, expected: Any, tmp_pa
     ("keys", "words"),
     [
         ("layers_per_stage: 4", "must make one for each stage"),
+        ("layers_per_stage: 32, round_virtual_stages_to_pp_multiple: down", "must make one for each stage"),
         ("pp_schedule: interleaved1f1b, layers_per_stage: 16", "must make several for each stage"),
         ("pp_microbatch_size: 3", "must be a multiple of distributed.pipeline.pp_microbatch_size 3"),
         ("pp_microbatch_size: 8", "at least one micro-batch for each of the 2 stages"),
@@ -119,6 +120,14 @@ def test_several_runs_of_the_schedule_keep_reduced_gradients_between_them() -> N
     [
         ({"num_microbatches": 1}, "must be at least the 2 stages in each"),
         ({"state": TrainingState(schedule_runs=3)}, "num_microbatches is 4 in 3 runs"),
+        (
+            {
+                "layout": Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2),
+                "num_microbatches": 10,
+                "state": TrainingState(schedule_runs=2),
+            },
+            "5 in each of 2 runs of the schedule, must be a multiple of the 2 rounds",
+        ),
         ({"state": TrainingState(fsdp_cpu_offload=True)}, "and fsdp_cpu_offload True"),
         ({"state": TrainingState(loss_of_transformers="logprobs_by_row")}, "and loss_of_transformers"),
         ({"state": TrainingState(attn_implementation="eager")}, "and attn_implementation 'eager'"),

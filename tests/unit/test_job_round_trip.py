@@ -398,6 +398,18 @@ def test_how_tokens_are_dispatched_is_written_once_or_named(name: str, dispatche
     assert is_same != ("moe_token_dispatcher_type" in new.unsaid)
 
 
+@pytest.mark.parametrize("model", ["gpt-tiny", "nemotron-tiny", "nemotron-h-tiny", "nemotron-3-tiny"])
+def test_megatron_bridge_s_models_keep_their_positions_norms_and_mlps(model: str, tmp_path: Path) -> None:
+    positions = find_architecture(model).max_position_embeddings
+    scenario = Scenario.of(model, seq_length=positions or 64)
+    new = written("bridge", scenario, MemorySettings())
+    read = read_lines("bridge", list(new.lines), 1, tmp_path / "run_config.yaml").required()[0].architecture
+    assert replace(read, name=model, family=scenario.architecture.family) == scenario.architecture
+    assert new.unsaid == {}
+    shorter = written("bridge", replace(scenario, seq_length=32), MemorySettings())
+    assert ("max_position_embeddings" in shorter.unsaid) == (positions is not None)
+
+
 def test_megatron_bridge_s_config_holds_the_function_of_an_activation(tmp_path: Path) -> None:
     """``instantiate_node`` (utils/instantiate_utils.py) calls a ``_target_`` unless ``_call_`` is false."""
     lines = written("bridge", Scenario.of("gpt-oss-20b"), MemorySettings()).lines

@@ -83,7 +83,7 @@ def take_chunks(reading: Reading, architecture: Architecture) -> None:
         parts += {"up": more, "down": more and more - stages}.get(str(reading.get(_ROUNDING)), 0)
         reading.known |= {_LAYERS, _ROUNDING}
     of_rank, remainder = divmod(parts, stages)
-    if remainder or (of_rank < 2) is is_interleaved or (of_rank > 1) is not is_interleaved:
+    if remainder or of_rank < 1 or (of_rank > 1) is not is_interleaved:
         raise CannotStartError(
             f"{_LAYERS} is {layers}, which makes {parts} parts of {num_layers} layers on {stages} stages, must make "
             f"{'several' if is_interleaved else 'one'} for each stage, by a rule of NeMo Automodel: change it, or "

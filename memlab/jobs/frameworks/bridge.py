@@ -34,6 +34,7 @@ from memlab.jobs.frameworks.keys import (
     ABSENT,
     ALLOCATOR,
     COUNT,
+    POSITIONS,
     SWITCH,
     TEXT,
     WHOLE,
@@ -85,7 +86,7 @@ def _function(name: str | None) -> dict[str, Any] | None:
 _OF_LAYERS = (
     Key("model.activation_func", "activation", Conversion(lambda value: str(value).rpartition(".")[2], _function)),
     Key("model.gated_linear_unit", "gated_linear_unit", SWITCH),
-    Key("model.position_embedding_type", "position_embedding_type", TEXT),
+    Key("model.position_embedding_type", "position_embedding_type", POSITIONS),
     Key("model.normalization", "normalization", TEXT),
     Key("model.add_bias_linear", "add_bias_linear", SWITCH),
     Key("model.hybrid_layer_pattern", "hybrid_override_pattern", TEXT),
@@ -642,6 +643,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     layout, model = scenario.layout, scenario.architecture
     functions = {"quick_gelu": model.quick_geglu, "squared_relu": model.squared_relu}
+    positions = model.position_embedding_type
     spread = {"expert_tensor_parallel_size": layout.expert_tensor_size} if layout.expert_model_parallel_size > 1 else {}
     return (
         common(scenario, settings)
@@ -652,7 +654,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "add_bias_linear": model.add_bias_linear or None,
             "activation": next((name for name, has in functions.items() if has), None),
             "gated_linear_unit": None if model.gated_linear_unit else False,
-            "position_embedding_type": None if model.position_embedding_type == "rope" else "none",
+            "position_embedding_type": None if positions == "rope" else positions,
             "normalization": None if model.normalization == "RMSNorm" else model.normalization,
             "is_bf16": scenario.dtype == "bf16",
             "should_pad_vocab": False,
@@ -660,6 +662,14 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
             "make_vocab_size_divisible_by": 128,
         }
     )
+
+
+def cannot_write(scenario: Scenario, _: MemorySettings) -> dict[str, str]:
+    """Names learned positions of another number than a sequence's tokens, which is the number that providers take."""
+    positions = scenario.architecture.max_position_embeddings
+    if positions in (None, scenario.seq_length):
+        return {}
+    return {"max_position_embeddings": "Megatron-Bridge makes as many learned positions as a sequence has tokens"}
 
 
 def _render(values: dict[str, Any]) -> list[str]:
@@ -709,5 +719,6 @@ BRIDGE = Framework(
         "fp32_output": "Megatron-Bridge trains with the language-model loss",
         "logprobs_chunk_size": "Megatron-Bridge trains with the language-model loss",
     },
+    cannot_write_of=cannot_write,
     render=_render,
 )

@@ -248,6 +248,8 @@ NONE_WORD = Conversion(
     lambda value: "none" if value is None else value,
 )
 """A text whose absence is written as the word ``none``."""
+POSITIONS = Conversion(lambda value: "none" if value is None else _read_text(value), _same)
+"""The word ``none`` is a kind of positions, and elsewhere no value."""
 
 
 LANGUAGE_MODEL = ("freeze_llm", "freeze_language_model")

@@ -23,6 +23,7 @@ from memlab.jobs.frameworks.keys import (
     DTYPE,
     IMPLEMENTATION,
     NOT,
+    POSITIONS,
     SWITCH,
     TEXT,
     WHOLE,
@@ -79,8 +80,6 @@ _ARGUMENT_DEFAULTS = {
     "rotary_base": 10000, "rotary_percent": 1.0, "layernorm_epsilon": 1e-5, "moe_router_topk": 2,
     "moe_aux_loss_coeff": 0.0, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
 }  # fmt: skip
-_POSITIONS = Conversion(lambda value: "none" if value is None else TEXT.read(value), TEXT.write)
-"""The word ``none`` is a kind of positions, and elsewhere no value."""
 _BESIDE = {
     "hidden_size": (
         Key("swiglu", "gated_linear_unit", SWITCH, False),
@@ -89,7 +88,7 @@ _BESIDE = {
         Key("hybrid_layer_pattern", "hybrid_override_pattern", TEXT),
         Key("normalization", "normalization", TEXT, "LayerNorm"),
         Key("disable_bias_linear", "add_bias_linear", NOT, True),
-        Key("position_embedding_type", "position_embedding_type", _POSITIONS, "learned_absolute"),
+        Key("position_embedding_type", "position_embedding_type", POSITIONS, "learned_absolute"),
         Key("max_position_embeddings", "max_position_embeddings", WHOLE),
     ),
     "num_attention_heads": (Key("group_query_attention", "group_query_attention", SWITCH, False),),

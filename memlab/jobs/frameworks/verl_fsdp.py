@@ -230,7 +230,7 @@ def take_sync_of_gradients(reading: Reading, engine: str) -> None:
         key,
         "more",
         "verl 0.9.0 and its main of July and August 2026 reduce gradients in the last micro-batch only, and each rank "
-        f"has those of the whole model until then; {RELEASE} and versions before do not: give --framework-version "
+        f"has those of the whole model until then; {RELEASE} and versions before July do not: give --framework-version "
         f"{RELEASE}, or {FP32_SINCE} for the others",
     )
 
