@@ -116,10 +116,8 @@ class Layout:
             sizes = [
                 size for size in range(1, self.ranks_of_a_stage + 1) if self.ranks_of_a_stage % (tensor * size) == 0
             ]
-            choices = ", ".join(str(size) for size in sizes)
-            advice = (
-                f"choose expert_model_parallel_size from {choices}" if choices else "change expert_tensor_parallel_size"
-            )
+            choices = ("from " if len(sizes) > 1 else "") + ", ".join(str(size) for size in sizes)
+            advice = f"choose expert_model_parallel_size {choices}" if sizes else "change expert_tensor_parallel_size"
             derived = self.expert_tensor_parallel_size is None and tensor > 1
             whose = " (without expert_tensor_parallel_size, Megatron-Core takes as many as tensor parallel ranks)"
             raise RuleError(

@@ -9,6 +9,7 @@ from memlab.config.scenario import WORKLOAD, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
+from memlab.record.step_record import StepRecord
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,8 +88,12 @@ def check_kind(name: str, value: object, kind: type) -> None:
         ValueError: If it is not.
     """
     if not isinstance(value, kind):
-        verb = "are" if name == "settings" else "is"
-        raise ValueError(f"{name} {verb} {shortened(value)}, must be {kind.__name__}(...): name its fields")
+        verb, action = ("are" if name == "settings" else "is"), "name its fields"
+        if kind is MemorySettings and isinstance(value, TrainingState):
+            action = "a training state needs its name, state=TrainingState(...)"
+        if kind is MemorySettings and isinstance(value, StepRecord):
+            action = "this is a record of a step, write .settings behind it"
+        raise ValueError(f"{name} {verb} {shortened(value)}, must be {kind.__name__}(...): {action}")
 
 
 def _check_flags(request: StepRequest | PassRequest, *names: str) -> None:

@@ -154,7 +154,8 @@ class Ranks:
                 different versions, or their memlab is not that of this process.
         """
         if self.closed:
-            raise ValueError("these ranks are closed: start others with Ranks.start, and open a lab on them")
+            again = f"ranks = Ranks.start({len(self.engines)})"
+            raise ValueError(f"these ranks are closed: start others, as with {again}, and open the lab on them")
         for _ in range(_MOST_REFRESHES):
             if self._local is not None:
                 self._local.replace_lost(self._present, {known.number for known in self.engines})

@@ -141,7 +141,12 @@ WRONG_MOVES = {
         f"for b in {ALL}:\n    b.grad_data.untyped_storage().resize_(b.grad_data.numel())\n    b.grad_data.zero_()",
         "resize_ of untyped_storage() takes bytes, which are numel() * element_size()",
     ),
-    "elements taken for bytes": (RELEASE.replace(".storage()", ".untyped_storage()"), LOAD, "on the device where"),
+    "bytes in place of numbers, without a condition": (
+        RELEASE,
+        f"for b in {ALL}:\n    b.grad_data.storage().resize_(b.grad_data.numel() * 4)\n    b.grad_data.zero_()",
+        "resize_ of storage() takes numbers, which are numel()",
+    ),
+    "elements taken for bytes": (RELEASE.replace(".storage()", ".untyped_storage()"), LOAD, "of storage() takes numbers"),
     "not zeroed": (RELEASE, LOAD.replace("        buffer.grad_data.zero_()\n", ""), "gives the gradients memory and does not zero it"),
     "filled with ones": (RELEASE, LOAD.replace("zero_()", "fill_(1)"), "fills the gradients with 1, must be 0"),
     "a part zeroed": (RELEASE, LOAD.replace(".zero_()", "[:9] = 0"), "must set all of them"),
@@ -176,6 +181,9 @@ WRONG_MOVES = {
     "half of it": (RELEASE, LOAD.replace("buffer.grad_data_size", "buffer.grad_data_size // 2"), "must have as many"),
     "too much": (RELEASE, LOAD.replace("buffer.grad_data_size", "2 * buffer.grad_data_size"), "on the device where"),
     "set to None": (f"for b in {ALL}: b.grad_data = None", LOAD, "release: your code puts something in the place of grad_data"),
+    "set as data": (
+        RELEASE, f"import torch\nfor b in {ALL}: b.grad_data.data = torch.zeros(b.numel)", "in the place of grad_data, must leave it",
+    ),
     "deleted": (f"for b in {ALL}: del b.grad_data", LOAD, "release: your code puts something in the place of grad_data"),
     "another tensor": (
         RELEASE, f"import torch\nfor b in {ALL}: b.grad_data = torch.zeros(b.numel)", "before anything was released: your code puts",

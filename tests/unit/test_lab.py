@@ -539,6 +539,10 @@ def test_what_is_no_setting_or_no_workload_is_refused_in_words(open_lab: Callabl
     for wrong in ("full", {"recompute_granularity": "full"}):
         with pytest.raises(ValueError, match=r"must be MemorySettings\(\.\.\.\)"):
             lab.step(wrong)
+    with pytest.raises(ValueError, match=r"must be MemorySettings\(\.\.\.\): .* state=TrainingState"):
+        lab.step(TrainingState(manual_gc=True))
+    with pytest.raises(ValueError, match=r"must be MemorySettings\(\.\.\.\): .* write \.settings behind it"):
+        lab.step(lab.step(warm_up=False))
     with pytest.raises(ValueError, match="seq_length is 0, must be a whole number of at least 1"):
         lab.set_workload(seq_length=0)
 

@@ -66,6 +66,10 @@ def test_ranks_of_a_kind_are_looked_at_once() -> None:
         ),
         (
             {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+            "must divide the 2 ranks of a stage: choose expert_model_parallel_size 1, or use more ranks",
+        ),
+        (
+            {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2},
             "without expert_tensor_parallel_size, Megatron-Core takes as many as tensor parallel ranks",
         ),
         (

@@ -67,13 +67,14 @@ def test_a_gpu_is_a_line_at_what_it_leaves_torch_or_told_of_where_it_is_far_abov
     assert "above all bars: 900 GiB GPU (897.576 GiB)" in view.figure.layout.title.text
 
 
-def test_the_table_says_what_fits_to_the_byte() -> None:
+def test_the_table_says_to_the_byte_which_peaks_a_gpu_has_room_for() -> None:
     room = PLAIN.peak_allocated_bytes + OUTSIDE_BYTES
     failed = out_of_memory(PLAIN)
     table = str(peaks({"plain": PLAIN, "failed": failed}, [str(room), str(room - 1)]))
     verdicts = [line.rpartition(": ")[2] for line in table.splitlines() if line.startswith(f"A {str(room)[:5]}")]
-    assert verdicts == ["plain.", "none of these fits."]
-    assert "GPU leaves 52.871 GiB for torch" in table
+    assert verdicts == ["plain.", "none of these peaks is within it."]
+    assert "GPU leaves 52.871 GiB for torch: these peaks are within it: plain." in table
+    assert "fit" not in table, "a peak alone does not say whether a step fits"
     assert f"failed: {failed.message}"[:40] in table
 
 

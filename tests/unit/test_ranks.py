@@ -487,7 +487,9 @@ def test_ranks_that_were_closed_say_so_and_close_twice() -> None:
     closed.close()
     with pytest.raises(RankFailed, match="rank 0 is lost"):
         group.call("answer", [(1,)])
-    with pytest.raises(ValueError, match=r"^these ranks are closed: start others"):
+    with pytest.raises(
+        ValueError, match=r"^these ranks are closed: start others, as with ranks = Ranks\.start\(1\), and"
+    ):
         closed.refresh()
     with pytest.raises(ValueError, match=r"^these ranks are closed: start others"):
         session.apply(MemorySettings())

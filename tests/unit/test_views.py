@@ -578,7 +578,7 @@ def test_record_table_names_everything_that_was_measured() -> None:
         r"device, residual at the step's end +<0\.001 +512 +0\.0%",
         r"host, the step's peak +3\.000 ",
         r"offloaded in the step: expert_fc1 +2\.000 ",
-        r"off the device after it: optimizer state +24\.000 ",
+        r"device, removed after the step: optimizer state +24\.000 ",
         r"outside the model's modules",
         r"  \.\.\.\S*long_name\.end",
         r"offload_modules attn_norm: the norm before",

@@ -73,10 +73,7 @@ class OwnGradientMoves(Residency):
             named = f"{error}".replace("_GradDataStandIn", "grad_data").replace("_StorageStandIn", "storage")
             raise ValueError(f"your code does what needs a real tensor ({named}): {_ENOUGH}") from error
         if any(getattr(mine, "grad_data", None) is not mine.gradients for _, mine in self._buffers):
-            raise ValueError(
-                "your code puts something in the place of grad_data, must leave it: that frees nothing, because the "
-                "gradient of every parameter is a view of the same storage; empty the storage with resize_(0)"
-            )
+            raise ValueError(_REPLACED)
         moved = abs(self._num_bytes() - before)
         return {"gradients": moved} if moved else {}
 
@@ -121,6 +118,10 @@ class _StandIn:
         raise ValueError(f"your code calls torch's {function.__name__}, which needs a real tensor: {_ENOUGH}")
 
 
+_REPLACED = (
+    "your code puts something in the place of grad_data, must leave it: that frees nothing, because the gradient of "
+    "every parameter is a view of the same storage; empty the storage with resize_(0)"
+)
 _ENOUGH = (
     "grad_data.zero_() fills it with zeros; all else needs only its storage() or untyped_storage(), with size() and "
     "resize_()"
@@ -139,6 +140,10 @@ class _GradDataStandIn(_StandIn):
     @property
     def data(self) -> _GradDataStandIn:
         return self
+
+    @data.setter
+    def data(self, _: object) -> NoReturn:
+        raise ValueError(_REPLACED)
 
     @property
     def nbytes(self) -> int:
@@ -185,6 +190,11 @@ class _GradDataStandIn(_StandIn):
             raise ValueError(
                 f"your code gives the gradients {self.storage_bytes:,} bytes, must give them {self.nbytes:,}: resize_ "
                 "of untyped_storage() takes bytes, which are numel() * element_size()"
+            )
+        if not self._is_sized_in_bytes and self.storage_bytes == self.nbytes * self.element_size():
+            raise ValueError(
+                f"your code gives the gradients {self.storage_bytes:,} bytes, must give them {self.nbytes:,}: resize_ "
+                "of storage() takes numbers, which are numel()"
             )
         if self.storage_bytes < self.nbytes:
             raise ValueError(

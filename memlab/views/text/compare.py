@@ -117,7 +117,7 @@ def peak_phase(record: StepRecord) -> str:
 
 
 def peak_blocks(records: Mapping[str, StepRecord], limits: Mapping[str, int]) -> list[Block]:
-    """Describes what makes up each step's peak, one row per step, when it peaks, and which steps fit.
+    """Describes what makes up each step's peak, one row per step, when it peaks, and which peaks are within a limit.
 
     Args:
         records: At least one, by the name of its row; when it peaks needs a timeline.
@@ -141,7 +141,7 @@ def peak_blocks(records: Mapping[str, StepRecord], limits: Mapping[str, int]) ->
         [
             "when each step peaks, and the module that made the last allocation:",
             *(f"  {moment}: {'; '.join(names)}" for moment, names in moments.items()),
-            *(_which_fit(size, limit, records) for size, limit in limits.items()),
+            *(_which_are_within(size, limit, records) for size, limit in limits.items()),
         ],
         *([messages] if messages else []),
     ]
@@ -154,11 +154,11 @@ def _allocated_at_peak(record: StepRecord) -> str:
     return module_name(timeline.modules[timeline.module[timeline.peak_index()]])
 
 
-def _which_fit(size: str, limit: int, records: Mapping[str, StepRecord]) -> str:
-    """Names the steps whose peaks fit; a step that did not finish has none."""
-    fitting = [name for name, record in records.items() if finished(record) and record.peak_allocated_bytes <= limit]
-    which = f"these fit: {'; '.join(fitting)}" if fitting else "none of these fits"
-    which = "all of these fit" if len(fitting) == len(records) else which
+def _which_are_within(size: str, limit: int, records: Mapping[str, StepRecord]) -> str:
+    """Names the steps whose peaks are within a limit, which need not fit; a step that did not finish has no peak."""
+    within = [name for name, record in records.items() if finished(record) and record.peak_allocated_bytes <= limit]
+    which = f"these peaks are within it: {'; '.join(within)}" if within else "none of these peaks is within it"
+    which = "all of these peaks are within it" if len(within) == len(records) else which
     return f"{left_for_torch(size, limit)}: {which}."
 
 

@@ -118,7 +118,7 @@ def record_table(record: StepRecord) -> str:
         *_allocator_entries(record),
         ("host, the step's peak", record.host_bytes),
         *((f"  offloaded in the step: {name}", size) for name, size in record.offloaded_bytes_by_module.items()),
-        *((f"  off the device after it: {name}", size) for name, size in record.offloaded_bytes_by_group.items()),
+        *((f"device, removed after the step: {name}", size) for name, size in record.offloaded_bytes_by_group.items()),
     ]
     place = f"on {record.backend}{rank_words(record.scenario.layout)}, step {record.step_index}"
     head = [f"{without_state(record.scenario)}, {place}"]
