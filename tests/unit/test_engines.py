@@ -338,7 +338,10 @@ def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"layout": Layout(pipeline_model_parallel_size=2)}, "num_microbatches is 1 in 1 runs of the schedule, must be"),
+        (
+            {"layout": Layout(pipeline_model_parallel_size=2)},
+            "num_microbatches is 1 in 1 runs of the schedule, must be",
+        ),
         ({"layout": Layout(context_parallel_size=2), "dtype": "fp32"}, "with engine 'fsdp2' and dtype, which memlab"),
         ({"layout": Layout(tensor_model_parallel_size=2)}, "must divide the 5 query groups of phi-4-tiny"),
         ({"packed_sequences": 2, "micro_batch_size": 2}, "so micro_batch_size must be 1, not 2"),
