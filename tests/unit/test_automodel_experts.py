@@ -23,6 +23,7 @@ pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers:
 from memlab.engines.fsdp2.automodel_classes import change_classes
 from memlab.engines.fsdp2.hugging_face import build_model
 from memlab.engines.megatron.transformer_engine_caches import TE_WORKSPACE_BYTES
+from tests.unit.saved import saved_tensors, storage_bytes
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 FLEX: dict[str, Any] = {"moe_token_dispatcher_type": "flex"}
@@ -54,19 +55,9 @@ def test_it_saves_as_much_as_the_class_itself_and_computes_what_transformers_doe
         torch.nn.init.normal_(each, std=0.02)
     expected = module(input_ids=tokens).logits
     change_classes(module, scenario)
-    saved: dict[int, int] = {}
-    held: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        held.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with saved_tensors() as saved:
         found = module(input_ids=tokens).logits
-    for stays in (*module.parameters(), *module.buffers()):
-        saved.pop(stays.untyped_storage()._cdata, None)
-    assert sum(saved.values()) == 545_048 + 2 * 16
+    assert sum(storage_bytes(saved, apart_from=(*module.parameters(), *module.buffers())).values()) == 545_048 + 2 * 16
     torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
     found.float().square().mean().backward()
     assert all(one.grad is not None for one in module.parameters())

@@ -16,6 +16,7 @@ from memlab.jobs.job import Job
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 from memlab.engines.fsdp2.automodel_classes import change_classes
 from memlab.engines.fsdp2.hugging_face import build_model
+from tests.unit.saved import saved_tensors, storage_bytes
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
@@ -63,19 +64,9 @@ def test_it_saves_as_much_as_the_class_itself_and_computes_what_transformers_doe
         torch.nn.init.normal_(each, std=0.02)
     of_transformers = module(input_ids=tokens).logits
     change_classes(module, scenario)
-    saved: dict[int, int] = {}
-    held: list[torch.Tensor] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
-        held.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with saved_tensors() as saved:
         found = module(input_ids=tokens).logits
-    for stays in (*module.parameters(), *module.buffers()):
-        saved.pop(stays.untyped_storage()._cdata, None)
-    assert sum(saved.values()) == expected
+    assert sum(storage_bytes(saved, apart_from=(*module.parameters(), *module.buffers())).values()) == expected
     if not is_balanced:
         torch.testing.assert_close(found, of_transformers, atol=0.05, rtol=0.05)
     found.float().square().mean().backward()

@@ -14,7 +14,7 @@ import torch
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2.attention import inputs_of
 from memlab.engines.fsdp2.pipelined_model import PipelinedModel
-from memlab.engines.fsdp2.training_step import batches_of, update_parameters
+from memlab.engines.fsdp2.training_step import batches_of, update_after_backward
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
 from memlab.meter.labels import Labels
 
@@ -58,14 +58,7 @@ def train_step(
             )
             losses += [loss.detach() for loss in of_run]
             del tokens, of_run
-    load_for_update()
-    labels.enter_phase("optimizer")
-    if update is None:
-        update_parameters(live)
-    else:
-        update()
-    assert live.optimizer is not None
-    live.optimizer.zero_grad()
+    update_after_backward(live, labels, load_for_update, update)
     return _mean_over_copies(losses, scenario)
 
 

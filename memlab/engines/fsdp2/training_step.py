@@ -46,6 +46,21 @@ def train_step(
             labels.passes_in_flight -= 1
             losses.append(loss.detach())
             del output, loss
+    update_after_backward(live, labels, load_for_update, update)
+    return _over_the_ranks(losses)
+
+
+def update_after_backward(
+    live: ShardedModel, labels: Labels, load_for_update: Callable[[], None], update: Callable[[], None] | None
+) -> None:
+    """Ends a step: loads what the update needs, updates the parameters, and drops the gradients.
+
+    Args:
+        live: Whose gradients are complete.
+        labels: Where the phase is noted.
+        load_for_update: Brings to the device what the update needs.
+        update: In place of `update_parameters`.
+    """
     load_for_update()
     labels.enter_phase("optimizer")
     if update is None:
@@ -54,7 +69,6 @@ def train_step(
         update()
     assert live.optimizer is not None
     live.optimizer.zero_grad()  # here, so that no gradient is there between two steps, as with NeMo Automodel
-    return _over_the_ranks(losses)
 
 
 def update_parameters(live: ShardedModel) -> None:
