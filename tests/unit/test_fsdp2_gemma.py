@@ -14,7 +14,8 @@ from memlab import Lab, MemorySettings, TrainingState
 from memlab.backends import find_backend
 from memlab.backends.simulated import predicting
 from memlab.config.architectures import Architecture
-from memlab.config.hugging_face import _MODEL_TYPES, _ROTARY_BASES, architecture_fields
+from memlab.config.families import FAMILIES
+from memlab.config.hugging_face import architecture_fields
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.validation import RuleError
@@ -136,7 +137,7 @@ def test_a_rotary_base_that_the_file_does_not_give_is_transformers_own() -> None
     from transformers import AutoConfig
 
     # transformers does not have the first, and the second has no positions.
-    for name in _MODEL_TYPES.keys() - {"kimi_k2", "nemotron_h"}:
+    for name in FAMILIES.keys() - {"kimi_k2", "nemotron_h", "gpt2"}:
         rope = AutoConfig.for_model(name).rope_parameters
         theirs = rope.get("full_attention", rope)["rope_theta"]
-        assert _ROTARY_BASES.get(name, 10000.0) == theirs, name
+        assert FAMILIES[name].rotary_base == theirs, name
