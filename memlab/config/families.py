@@ -41,6 +41,8 @@ class FamilyRow:
     """Whether NeMo Automodel has a class of its own (``_transformers/registry.py``), and memlab this class."""
     lacks_of_automodel: str = ""
     """What memlab does not have of NeMo Automodel's class, so that it does not have the class; empty otherwise."""
+    norms_of_transformers: bool = False
+    """Whether that class has transformers' norms, and not NeMo Automodel's own."""
     fused_linears: tuple[str, ...] = ()
     """Names of linears in transformers' class that others have two or three of."""
     scales_embedding: bool = False
@@ -82,6 +84,7 @@ FAMILIES: dict[Family, FamilyRow] = {
         fsdp2=True,
         fsdp2_divides=True,
         automodel=True,
+        norms_of_transformers=True,
     ),
     "qwen3_moe": FamilyRow(
         config=ModelType(num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width"),

@@ -131,18 +131,19 @@ class Fsdp2Rules:
                 )
 
     def _check_model_classes(self) -> None:
-        kind, family = self.state.model_classes, self.architecture.family
+        kind, model, family = self.state.model_classes, self.architecture, FAMILIES[self.architecture.family]
         if kind == "transformers":
             return
-        if not FAMILIES[family].automodel:
+        if not family.automodel:
             raise RuleError(
-                f"model_classes is {kind!r}, and {self.architecture.name} is of the family {family}, of which NeMo "
+                f"model_classes is {kind!r}, and {model.name} is of the family {model.family}, of which NeMo "
                 f"Automodel has no class: choose transformers, or a model of {', '.join(families_with('automodel'))}",
                 "model_classes",
             )
-        if self.architecture.routes:
+        if model.routes:
             self._check_experts_of_automodel()
-        if self.layout.sequence_parallel and self.layout.tensor_model_parallel_size > 1 and family != "qwen3":
+        shares_sequences = self.layout.sequence_parallel and self.layout.tensor_model_parallel_size > 1
+        if shares_sequences and not family.norms_of_transformers:
             raise RuleError(
                 f"model_classes is {kind!r} and sequence_parallel, which memlab does not predict together: choose "
                 "transformers, or leave sequence_parallel out",

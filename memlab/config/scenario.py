@@ -181,7 +181,7 @@ class Scenario(Fsdp2Rules):
         self._check_reference_model()
         self._check_largest_logits()
         self._check_entropy()
-        self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches)
+        self.layout.check(self.architecture, self.num_layers, self.seq_length, self.num_microbatches, self.engine)
         self._check_graphs()
         self._check_experts()
         self._check_adapters()

@@ -454,8 +454,8 @@ def _take_own_classes(reading: Reading, architecture: Architecture) -> None:
         reading.values["model_classes"] = "automodel_0.7.0" if reading.version == _RELEASE else "automodel"
         take_experts(reading, architecture)
         return
-    family = architecture.family
-    norm, has_own_norms = reading.get("model.backend.rms_norm", default=_NORM), family != "qwen3"
+    has_own_norms = not FAMILIES[architecture.family].norms_of_transformers
+    norm = reading.get("model.backend.rms_norm", default=_NORM)
     rotates_in_place = reading.get("model.backend.rope", default="torch") != "torch"
     if has_own_norms and reading.values.get("sequence_parallel"):
         reading.miss(
