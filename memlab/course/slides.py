@@ -18,8 +18,10 @@ PLOTLY_FILE = "plotly.min.js"
 """Draws the figures; it has to be next to the pages."""
 _LONGEST_PARAGRAPHS = 2
 _LOOK = "**Look at**"
-_ABOUT_THE_NOTEBOOK = ("## Parameters", "## Record")
+_ABOUT_THE_NOTEBOOK = ("## Parameters", "## Preparation", "## Record")
 """Sections that say how to run a notebook, and what its last cell saves."""
+_OF_CELLS = re.compile(r"next (two |three )?cells?\b|fields below|code is (hidden|folded)")
+"""A sentence with these words says what to do in the notebook, or what its code does."""
 _FOLDED = re.compile(r"<details.*?</details>", re.DOTALL)
 
 
@@ -100,6 +102,12 @@ def _announced(paragraphs: list[str], table: str) -> str:
     return f"{_last_sentence(before)}\n\n{table}"
 
 
+def _without_cells(paragraph: str) -> str:
+    """Returns a paragraph without the sentences about the notebook's cells; one that announces a list stays."""
+    sentences = _sentences(paragraph)
+    return " ".join(each for each in sentences if "\n\n" in each or not _OF_CELLS.search(each))
+
+
 def _without_announcement(paragraph: str, announced: Sequence[str]) -> str:
     """Returns a paragraph without its last sentence where a table's own slide has that."""
     sentence = _last_sentence(paragraph)
@@ -108,7 +116,11 @@ def _without_announcement(paragraph: str, announced: Sequence[str]) -> str:
 
 
 def _last_sentence(paragraph: str) -> str:
-    return re.split(r"(?<=[.?!]) (?=[A-Z])", paragraph)[-1]
+    return _sentences(paragraph)[-1]
+
+
+def _sentences(paragraph: str) -> list[str]:
+    return re.split(r"(?<=[.?!]) (?=[A-Z])", paragraph)
 
 
 def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool, is_executed: bool) -> list[nbformat.NotebookNode]:
@@ -131,10 +143,12 @@ def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool, is_executed: 
         is_heading = section.startswith("#")
         shown = paragraphs if is_heading else [each for each in paragraphs if each.startswith(_LOOK)]
         shown = shown[: _LONGEST_PARAGRAPHS + is_heading]
+        shown = [_without_cells(each) for each in shown]
         announced = [_announced(every, table) for table in tables]
         shown = [_without_announcement(each, announced) for each in shown]
+        shown = [each for each in shown if each]
         is_empty = not shown or (is_heading and len(shown) == 1 and not is_executed and not tables)
-        texts = [] if is_empty else ["\n\n".join(filter(None, shown))]
+        texts = [] if is_empty else ["\n\n".join(shown)]
         for number, shown_text in enumerate(texts + announced):
             slide = nbformat.v4.new_markdown_cell(shown_text)
             kind = "slide" if is_heading and number == 0 else "subslide"

@@ -116,7 +116,7 @@ def test_slides_have_a_lab_s_sections_and_figures_and_no_code() -> None:
     )
     shown = re.sub("<[^>]*>", "", page)
     missing = [name for name in headings if name.replace("`", "") not in shown]
-    assert missing == ["Parameters", "Record"], "they are about the notebook"
+    assert missing == ["Parameters", "Preparation for the last exercise", "Record"], "they are about the notebook"
     assert "a figure" in page and '<script src="plotly.min.js"></script></head>' in page
     assert "to the exercises" not in page and "lab.step(" not in page
 
@@ -161,6 +161,7 @@ def test_slides_without_figures_ask_the_questions_and_point_at_nothing_that_is_n
     assert "<strong>Look at</strong>" not in page
     slides = re.findall(r"<section>(.*?)</section>", page, flags=re.DOTALL)
     assert [text for text in slides if "<h2" in text and "<p>" not in text and "<table" not in text] == []
+    assert not re.search("fields below|next cell|code is hidden", shown), "there are no cells on a slide"
     text = "## The sum\n\nTogether they are\n\n    8h bytes\n\nper token.\n\n**Look at** the bars."
     parameters = nbformat.v4.new_code_cell("", metadata={"tags": ["parameters"]})
     page = slides_of(nbformat.v4.new_notebook(cells=[parameters, nbformat.v4.new_markdown_cell(text)]))

@@ -110,6 +110,7 @@ def record_table(record: StepRecord, pool: str = "device") -> str:
         Lines of at most `LINE_WIDTH` characters.
     """
     timeline = record.timeline if pool != "device" else None
+    pool = pool if timeline is not None else "device"
     entries = _device_entries(record) if timeline is None else pool_entries(timeline, pool)
     peak_bytes = record.peak_allocated_bytes if timeline is None else timeline.peak_bytes(pool)
     place = f"on {record.backend}{rank_words(record.scenario.layout)}, step {record.step_index}"
@@ -120,11 +121,7 @@ def record_table(record: StepRecord, pool: str = "device") -> str:
     elif record.peak_phase:
         head.append(f"peak phase: {record.peak_phase}")
     head += [] if record.status == "ok" else [f"{record.status.replace('_', ' ')}: {record.message}"]
-    blocks: list[Block] = [
-        head,
-        entries_table(entries, peak_bytes, pool if timeline is not None else "device"),
-        [_time_line(record)],
-    ]
+    blocks: list[Block] = [head, entries_table(entries, peak_bytes, pool), [_time_line(record)]]
     if record.without_effect:
         reasons = (f"  {name.replace(':', ' ')}: {reason}" for name, reason in record.without_effect.items())
         blocks.append(["settings that had no effect here:", *reasons])
