@@ -757,7 +757,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         # https://huggingface.co/zai-org/GLM-4.7-Flash/blob/main/config.json (whose layers are DeepSeek-V3's)
         _row("glm-4.7-flash", 47, 2048, 10240, 20, num_query_groups=20, num_moe_experts=64, moe_ffn_hidden_size=1536,
              moe_shared_expert_intermediate_size=1536, moe_layer_freq=_after(1, 47), q_lora_rank=768,
-             **(_NO_AUX | {"family": "glm4_moe_lite", "qk_head_dim": 192, "v_head_dim": 256, "kv_channels": 192,
+             **(_NO_AUX | {"family": "glm4_moe_lite", "qk_head_dim": 192, "v_head_dim": 256, "kv_channels": 256,
                            "moe_router_topk": 4, "moe_router_topk_scaling_factor": 1.8, "vocab_size": 154880,
                            "rotary_base": 1e6, "layernorm_epsilon": 1e-5})),
         _row("kimi-k2", 61, 7168, 18432, 64, num_query_groups=64, num_moe_experts=384, moe_ffn_hidden_size=2048,

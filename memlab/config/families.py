@@ -87,7 +87,9 @@ FAMILIES: dict[Family, FamilyRow] = {
         norms_of_transformers=True,
     ),
     "qwen3_moe": FamilyRow(
-        config=ModelType(num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width"),
+        config=ModelType(
+            num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width", normalizes_topk=False
+        ),
         fsdp2=True,
         automodel=True,
     ),
@@ -130,7 +132,7 @@ FAMILIES: dict[Family, FamilyRow] = {
         fsdp2=True,
         fused_linears=("gate_up_proj",),
     ),
-    "deepseek_v2": FamilyRow(config=ModelType(n_shared_experts=2, **_LATENT)),
+    "deepseek_v2": FamilyRow(config=ModelType(n_shared_experts=2, normalizes_topk=False, **_LATENT)),
     "deepseek_v3": FamilyRow(config=_DEEPSEEK_V3, shorter_last_stage=True, automodel=True),
     "kimi_k2": FamilyRow(config=_DEEPSEEK_V3, shorter_last_stage=True),
     "glm4_moe_lite": FamilyRow(
@@ -150,7 +152,12 @@ FAMILIES: dict[Family, FamilyRow] = {
     ),
     "qwen2_moe": FamilyRow(
         config=ModelType(
-            num_key_value_heads=16, add_qkv_bias=True, uses_window=False, experts="own width", shared_expert_gate=True
+            num_key_value_heads=16,
+            add_qkv_bias=True,
+            uses_window=False,
+            experts="own width",
+            shared_expert_gate=True,
+            normalizes_topk=False,
         )
     ),
     "glm4_moe": FamilyRow(

@@ -186,9 +186,7 @@ class Experts(FeedForward):
             "moe_ffn_hidden_size": config.whole("moe_intermediate_size" if has_own_width else "intermediate_size"),
             "moe_aux_loss_coeff": config.number_of_either("router_aux_loss_coef", "aux_loss_alpha", default=0.001),
             # Mixtral and Qwen3.5 have no such field, and always normalise.
-            "moe_router_pre_softmax": not config.flag(
-                "norm_topk_prob", default=kind.has_delta_net or (not has_own_width and kind.normalizes_topk)
-            ),
+            "moe_router_pre_softmax": not config.flag("norm_topk_prob", default=kind.normalizes_topk),
             "moe_layer_freq": _pattern_of_config(config, kind),
             **(_clamped_gate_of_config(config) if kind.has_sinks else {}),
             **_router_of_config(config, kind),
