@@ -36,7 +36,7 @@ class Fsdp2Rules:
     def attention_of_transformers(self) -> AttnImplementation:
         """The function of transformers that attends under engine fsdp2; with soft caps, it refuses sdpa."""
         own = self.state.attn_implementation
-        return "eager" if FAMILIES[self.architecture.family].has_soft_caps and own == "sdpa" else own
+        return "eager" if FAMILIES[self.architecture.family].soft_caps[0] and own == "sdpa" else own
 
     @property
     def ranks_of_shards(self) -> int:
