@@ -131,10 +131,10 @@ def test_megatron_s_own_attention_computes_what_it_does_without_apex_and_keeps_i
     [
         ("gpt-tiny", {"layout": Layout(context_parallel_size=2)}, "local' with context_parallel_size 2"),
         ("gpt-tiny", {"dtype": "fp32"}, "local' with dtype 'fp32'"),
-        ("gpt-tiny", {"state": replace(OWN_LAYERS, attention_backend="flash")}, "with attention_backend flash"),
+        ("gpt-tiny", {"state": replace(OWN_LAYERS, attention_backend="flash")}, "with attention_backend 'flash'"),
         ("gpt-tiny", {"seq_length": 8192}, "max_position_embeddings|must be a multiple of 4 from 20 to 4096"),
         ("gpt-tiny", {"seq_length": 62}, "must be a multiple of 4"),
-        ("phi-4-tiny", {}, "with normalization RMSNorm"),
+        ("phi-4-tiny", {}, "with normalization 'RMSNorm'"),
         ("qwen3-moe-tiny", {}, "with num_moe_experts"),
         ("deepseek-tiny", {}, "with num_moe_experts"),
     ],
