@@ -572,7 +572,7 @@ class _Reader(Builtins):
     def _start(self, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:
         """Runs the command after ``env``, ``exec`` and the like."""
         starter, start, environment = "", 0, dict(environment)
-        starters = set[str]()
+        starters, hidden = set[str](), set[str]()
         while start < len(words):
             text = words[start][0]
             if text in _STARTING and text not in self.functions:
@@ -584,11 +584,19 @@ class _Reader(Builtins):
                 break
             elif starter == "command" and text in ("-v", "-V"):
                 return None  # asks whether there is such a command
+            if starter == "env" and text in ("-u", "--unset", "-i", "-"):
+                hidden |= self.exported if text[1:] in ("i", "") else {name for name, _ in words[start + 1 : start + 2]}
             start += 2 if starter and text in ("-u", "--unset", "-C", "--chdir", "-a") else 1
         words = words[start:]
         if not words:
             return self._coded(_status_of(self.printed_code or "0"), self.printed_code or "0")
-        status = self._execute(words, environment, may_call=not starters)
+        exported = self.exported
+        if hidden:
+            self.exported = exported - hidden
+        try:
+            status = self._execute(words, environment, may_call=not starters)
+        finally:
+            self.exported = exported
         if "exec" in starters:
             raise _LeaveError("exit", status, code=self.code)
         return status
@@ -641,14 +649,27 @@ class _Reader(Builtins):
         if not is_job and name in (UNKNOWN, UNKNOWN_WORDS) and arguments and _ARGUMENT.fullmatch(arguments[0]):
             self._lacks_program(words[0][1])
         if is_job or any(text[:1] == "-" or "=" in text for text in arguments):
-            given = {name: text for name, text in self.given.items() if name in self.used}
-            own = {n: one.value for n, one in self.variables.items() if n not in self.given and n not in _INNER}
-            command.variables = {n: text for n, text in own.items() if isinstance(text, str)} | given | environment
+            command.variables = self._environment(is_job=is_job) | environment
             self.snapshots += len(command.variables)
             if self.snapshots > _MOST_SNAPSHOTS:
                 raise ValueError(f"{self.path.name} has more commands and variables than any real script: {_INSTEAD}")
         self.commands.append(command)
         return None
+
+    def _environment(self, *, is_job: bool) -> dict[str, str]:
+        """Returns the variables that bash hands to a program; of a job, names the others that it would read."""
+        found = {name: text for name, text in self.given.items() if name in self.used}
+        for name, variable in self.variables.items():
+            if name in _INNER or name in self.given or not isinstance(variable.value, str):
+                continue
+            if name in self.exported:
+                found[name] = variable.value
+            elif is_job and _READ_BY_JOBS.fullmatch(name):
+                self.warn(
+                    f"the script sets {name} and does not export it, so the job runs without it, unless the machine "
+                    f"has exported it before: write export {name}"
+                )
+        return found
 
     def _lacks_program(self, line: int) -> bool:
         """Names the variable that should hold the command, where arguments alone are left because nothing sets it."""
@@ -696,6 +717,7 @@ class _Reader(Builtins):
         hidden = {name: self.variables.get(name) for name in environment}
         for name, text in environment.items():
             self.put(name, Variable(text))
+            self.exported.add(name)
         try:
             yield
         finally:
@@ -934,6 +956,8 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
 }
 _INNER = {"IFS", "OPTIND"}
 """Variables that the shell itself sets, and that no program reads."""
+_READ_BY_JOBS = re.compile(r"(PYTORCH|NVTE|NCCL)_\w+|NPROC_PER_NODE|NNODES|CUDA_VISIBLE_DEVICES")
+"""Variables that torch, Transformer Engine, NCCL or a framework's launcher reads."""
 _CODES = {True: "0", False: "1", None: UNKNOWN}
 
 
