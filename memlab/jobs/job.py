@@ -433,7 +433,7 @@ def _note_accelerator(reading: Reading) -> None:
     environment = [name for name, text in reading.entries.environment.items() if text]
     overrides = [key.rpartition(".")[2] for key, entry in reading.entries.by_key.items() if "." in key and entry.value]
     for devices, names in _OTHER_ACCELERATORS.items():
-        found = next(filter(names.fullmatch, [*environment, *overrides]), None)
+        found = next(filter(names.fullmatch, [*environment, *reading.entries.not_exported, *overrides]), None)
         if found is not None:
             reading.warnings.append(
                 f"{found} is set, as jobs on {devices} have it; memlab predicts the job on NVIDIA's GPUs, with "

@@ -68,7 +68,9 @@ class Command:
     words: list[tuple[str, int]]
     """Each word with its line."""
     variables: dict[str, str] = field(default_factory=dict)
-    """What the script has set when it runs the command, and what stands before the command."""
+    """What the script has exported when it runs the command, and what stands before the command."""
+    not_exported: tuple[str, ...] = ()
+    """Names of what else the script has set."""
     is_certain: bool = True
     """Whether the script runs it in any case, as far as memlab can tell."""
 
@@ -649,27 +651,23 @@ class _Reader(Builtins):
         if not is_job and name in (UNKNOWN, UNKNOWN_WORDS) and arguments and _ARGUMENT.fullmatch(arguments[0]):
             self._lacks_program(words[0][1])
         if is_job or any(text[:1] == "-" or "=" in text for text in arguments):
-            command.variables = self._environment(is_job=is_job) | environment
+            own = {n: one.value for n, one in self.variables.items() if n not in self.given and n not in _INNER}
+            texts = {name: text for name, text in own.items() if isinstance(text, str)}
+            command.not_exported = tuple(name for name in texts if name not in self.exported)
+            given = {name: text for name, text in self.given.items() if name in self.used}
+            exported = {name: text for name, text in texts.items() if name in self.exported}
+            command.variables = exported | given | environment
+            for name in filter(_READ_BY_TORCH.fullmatch, command.not_exported if is_job else ()):
+                if name not in environment:
+                    self.warn(
+                        f"the script sets {name} and does not export it, so the job runs without it, unless the "
+                        f"machine has exported it before: write export {name}"
+                    )
             self.snapshots += len(command.variables)
             if self.snapshots > _MOST_SNAPSHOTS:
                 raise ValueError(f"{self.path.name} has more commands and variables than any real script: {_INSTEAD}")
         self.commands.append(command)
         return None
-
-    def _environment(self, *, is_job: bool) -> dict[str, str]:
-        """Returns the variables that bash hands to a program; of a job, names the others that it would read."""
-        found = {name: text for name, text in self.given.items() if name in self.used}
-        for name, variable in self.variables.items():
-            if name in _INNER or name in self.given or not isinstance(variable.value, str):
-                continue
-            if name in self.exported:
-                found[name] = variable.value
-            elif is_job and _READ_BY_JOBS.fullmatch(name):
-                self.warn(
-                    f"the script sets {name} and does not export it, so the job runs without it, unless the machine "
-                    f"has exported it before: write export {name}"
-                )
-        return found
 
     def _lacks_program(self, line: int) -> bool:
         """Names the variable that should hold the command, where arguments alone are left because nothing sets it."""
@@ -956,8 +954,8 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
 }
 _INNER = {"IFS", "OPTIND"}
 """Variables that the shell itself sets, and that no program reads."""
-_READ_BY_JOBS = re.compile(r"(PYTORCH|NVTE|NCCL)_\w+|NPROC_PER_NODE|NNODES|CUDA_VISIBLE_DEVICES")
-"""Variables that torch, Transformer Engine, NCCL or a framework's launcher reads."""
+_READ_BY_TORCH = re.compile(r"(PYTORCH|NVTE|NCCL)_\w+")
+"""Variables that torch, Transformer Engine or NCCL reads, and that are of no use in the script itself."""
 _CODES = {True: "0", False: "1", None: UNKNOWN}
 
 
