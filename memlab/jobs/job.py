@@ -250,7 +250,8 @@ def _override(framework: Framework, entries: Entries, given: dict[str, str]) -> 
             add_override(overrides, name, text, None)
     for key in overrides.by_key:
         if key not in entries.by_key and not framework.knows(key):
-            near = difflib.get_close_matches(key, sorted({*framework.names(), *entries.environment}), 1, 0.5)
+            names = {*framework.names(), *entries.environment, *entries.not_exported}
+            near = difflib.get_close_matches(key, sorted(names), 1, 0.5)
             mean = f"did you mean {near[0]}" if near else f"memlab job lists the keys of {framework.title}"
             raise ValueError(f"--set has the key {shortened(key)}, which memlab does not know: {mean}")
     entries.merge(overrides)
