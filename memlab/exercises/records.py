@@ -206,7 +206,8 @@ class Check(Goals):
             now = self._record.recomputed_bytes
             if not now:
                 return self.goal(True, "backward recomputes nothing")
-            return self.goal(False, f"backward recomputes {format_bytes(now)}, must recompute nothing")
+            what = f"backward recomputes {format_bytes(now)}, must recompute nothing"
+            return self.goal(False, what, "leave recompute_granularity and recompute_modules out")
         hint = "recompute fewer modules or fewer layers"
         return self._below("what backward recomputes", self._record.recomputed_bytes, num_bytes, hint)
 
@@ -461,6 +462,7 @@ _TO_SETTINGS = "name its fields, such as recompute_granularity='full'"
 _TO_STATE = "name its fields, such as grad_reduce_in_bf16=True"
 _TO_PYTHON = {
     "MemorySettings.__init__() takes 1 positional": _TO_SETTINGS,
+    "Lab.step() takes from 1 to 2 positional": "name what follows the settings, such as state=TrainingState(...)",
     "for |: 'MemorySettings'": "write dataclasses.replace(settings, option=value)",
     "FrozenInstanceError: cannot assign": "write dataclasses.replace(settings, option=value), which gives new settings",
     "Residency.offload() got an unexpected keyword": "give the names of groups, such as lab.offload('gradients')",
