@@ -99,7 +99,7 @@ class OtherModel:
         model = self.predicted()
         if model is None:
             return self.fields
-        return {name: getattr(model, name) for name in _SHOWN if getattr(model, name) not in (None, False, 0, 0.0)}
+        return shown_fields(model)
 
 
 _SHOWN = (
@@ -107,6 +107,11 @@ _SHOWN = (
     *("vocab_size", "share_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "rotary_base"),
     *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
 )
+
+
+def shown_fields(model: Architecture) -> dict[str, Any]:
+    """Returns the sizes of a model that memlab has, and what its layers have, without what is off."""
+    return {name: getattr(model, name) for name in _SHOWN if getattr(model, name) not in (None, False, 0, 0.0)}
 
 
 def other_model(name: str) -> OtherModel | None:

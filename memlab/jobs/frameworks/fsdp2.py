@@ -13,7 +13,7 @@ from memlab.config.training_state import AttnImplementation
 from memlab.config.transformers_linears import adapted_linears, own_names
 from memlab.jobs.frameworks.adapters import ALL_LINEAR, LORA, RANK
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
-from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Conversion, Key
+from memlab.jobs.frameworks.keys import COUNT, DTYPE, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Conversion, Key
 from memlab.jobs.frameworks.megatron_lm import common
 
 FROZEN = "frozen parts have no gradients and no optimizer state"
@@ -298,6 +298,30 @@ def take_adam(reading: Reading) -> None:
     values["adam_implementation"] = "foreach" if is_foreach is not False else "for_loop"
     if values.pop("is_fused", None):
         values["adam_implementation"] = "fused"
+
+
+_OF_FUSED_ADAM = {
+    "exp_avg_dtype": ("exp_avg_dtype", DTYPE),
+    "exp_avg_sq_dtype": ("exp_avg_sq_dtype", DTYPE),
+    "master_weight_dtype": ("main_params_dtype", DTYPE),
+    "master_weights": ("master_weights", SWITCH),
+    "store_param_remainders": ("store_param_remainders", SWITCH),
+}
+"""Arguments of Transformer Engine's FusedAdam, each with memlab's field and how it is read."""
+TYPES_OF_FUSED_ADAM = tuple(field for field, _ in _OF_FUSED_ADAM.values())
+
+
+def take_fused_adam(reading: Reading, section: str) -> None:
+    """Takes what FusedAdam keeps, of a job that memlab does not predict: with other types than fp32 it has none of it.
+
+    Args:
+        reading: Of the job.
+        section: The prefix of the optimizer's arguments.
+    """
+    for name, (field, conversion) in _OF_FUSED_ADAM.items():
+        value = reading.get(f"{section}.{name}")
+        if value is not None:
+            reading.take(f"{section}.{name}", field, conversion.read(value))
 
 
 def composed_of_fsdp2(scenario: Scenario, settings: MemorySettings, library: LibraryOfFsdp2) -> dict[str, Any]:

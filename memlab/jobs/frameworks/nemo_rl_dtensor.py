@@ -36,6 +36,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     take_adam,
     take_automodel_adapters,
     take_checkpointed_layers,
+    take_fused_adam,
     take_kept,
     take_types,
 )
@@ -266,6 +267,12 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
         )
 
 
+def complete_refused(reading: Reading) -> None:
+    """Takes the types of FusedAdam, of a job that memlab cannot predict."""
+    if str(reading.get("policy.optimizer.name")).endswith("FusedAdam"):
+        take_fused_adam(reading, "policy.optimizer.kwargs")
+
+
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = composed(scenario, settings) | composed_of_fsdp2(scenario, settings, "automodel")
@@ -329,6 +336,7 @@ NEMO_RL_DTENSOR = Framework(
     | {row.name for row in NEMO_RL.missing if not row.name.startswith(_MEGATRON)},
     complete=complete,
     complete_of_model=complete_of_model,
+    complete_refused=complete_refused,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     compose=compose,
     packs=is_packed,

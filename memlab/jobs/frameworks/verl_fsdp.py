@@ -78,6 +78,8 @@ _REFERENCE = {
 _SYNC = "use_no_sync_for_gradient_accumulation"
 _PREFIXES = (_FSDP, f"{_ACTOR}.optim", _MODEL)
 """Of the engine, the optimizer and the model."""
+OF_ENGINE = (f"{_FSDP}.", f"{_ACTOR}.optim.", f"{_MODEL}.", f"{_REF}.")
+"""How keys begin that are FSDP's own, or its optimizer's and its model's."""
 _OF_MEGATRON = (f"{_ACTOR}.megatron.", f"{_ACTOR}.optim.", f"{_MODEL}.", "actor_rollout_ref.ref.megatron.")
 _TRAINER = (
     "nodes",
@@ -184,8 +186,6 @@ def complete(reading: Reading) -> None:
     """Derives ranks, types, shards, what leaves the device, and rows."""
     values = reading.values
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
-    per_node = values.pop("ranks_per_node")
-    del values["nodes"]
     engine, configuration = values.pop("model_engine", None), reading.get(f"actor@{_ACTOR}")
     is_chosen = engine is not None or configuration is not None
     if "fsdp_turbo" in (engine, str(configuration).removesuffix("_actor")):
@@ -194,19 +194,33 @@ def complete(reading: Reading) -> None:
         reading.warnings.append(
             "no key chooses an engine, and verl takes FSDP then: give model_engine=megatron for Megatron"
         )
-    reading.known.add("config_name")
-    note_critic(reading, "critic.fsdp")
     complete_engine(reading, *_PREFIXES, strategy=f"{_ACTOR}.strategy", loss=f"{_ACTOR}.policy_loss")
+    complete_trainer(reading, "fsdp", _FSDP)
+    take_sync_of_gradients(reading, _FSDP)
+
+
+def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_on_host: bool = True) -> None:
+    """Derives what happens between steps, and rows, of an engine that shards as FSDP does.
+
+    Args:
+        reading: Of the job, with its ranks, its types, its shards and what leaves the device.
+        name: The engine's section below a critic's.
+        engine: The prefix of the engine's keys.
+        has_reference_on_host: Whether a reference model's shards are on the host, wherever the policy's are.
+    """
+    values, per_node = reading.values, reading.values.pop("ranks_per_node")
+    del values["nodes"]
+    reading.known.add("config_name")
+    note_critic(reading, f"critic.{name}")
     if values["is_colocated"]:
         take_allocator(reading)
     if not values["offload_parameters"]:  # ``offload_fsdp_model_to_cpu`` in verl/utils/fsdp_utils.py empties the cache
         reading.warnings.append(
-            f"{_FSDP}.param_offload is off, so verl empties torch's cache at the weight sync only: each phase counts "
+            f"{engine}.param_offload is off, so verl empties torch's cache at the weight sync only: each phase counts "
             "what it needs by itself, and torch may hold more that is left of the phases before"
         )
-    _take_phases(reading, per_node)
+    _take_phases(reading, per_node, has_reference_on_host=has_reference_on_host)
     _take_rows(reading)
-    take_sync_of_gradients(reading, _FSDP)
 
 
 def take_sync_of_gradients(reading: Reading, engine: str) -> None:
@@ -311,10 +325,10 @@ def _take_optimizer(reading: Reading, optim: str) -> None:
         take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=is_adam)
 
 
-def _take_phases(reading: Reading, per_node: int) -> None:
+def _take_phases(reading: Reading, per_node: int, *, has_reference_on_host: bool) -> None:
     """Takes what the job does between training steps; its engine frees the gradients when a step ends.
 
-    A reference model always has its shards on the host (``_build_fsdp_module`` in transformer_impl.py, 0.9.1), and the
+    With FSDP a reference model always has its shards on the host (``_build_fsdp_module`` in transformer_impl.py, 0.9.1), and the
     policy without adapters takes its place. The policy's pass computes the entropy (``_compute_old_log_prob`` in
     trainer/ppo/ray_trainer.py), by a function that torch compiles unless told otherwise.
     """
@@ -345,7 +359,7 @@ def _take_phases(reading: Reading, per_node: int) -> None:
         reference_pass=ReferencePass(
             seq_length=reference[0],
             micro_batch_size=reference[1],
-            is_on_host=True,
+            is_on_host=has_reference_on_host,
             fp32_shards=shards == "fp32",
             reshards=reshards,
         )
