@@ -33,7 +33,7 @@ from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotMod
 from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
 from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named, table_of
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
-from memlab.jobs.other_models import OtherModel, of_config, of_sizes, other_model
+from memlab.jobs.other_models import OtherModel, of_config, of_sizes, other_model, shown_fields
 
 _OF_EXPERTS = {name for name in (*SAID_OF_LAYERS, *options_of(TrainingState)) if "moe_" in name}
 """Fields that concern experts only, and that a job may give a model of any name."""
@@ -298,7 +298,7 @@ def _built(
         framework.complete_refused(reading)
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
-    as_read = dict(reading.values) if cannot_start is None and scenario is None else {}
+    as_read = _as_read(reading) if cannot_start is None and scenario is None else {}
     refuses = cannot_start is None and not_supported is not None and not reading.questions
     _note_accelerator(reading)
     _drop_engine(reading)
@@ -342,6 +342,13 @@ def _built(
         causes=tuple(dict.fromkeys(reading.entries.causes)),
         warnings=tuple(dict.fromkeys(reading.warnings)),
     )
+
+
+def _as_read(reading: Reading) -> dict[str, Any]:
+    """Returns the values of a job that memlab cannot predict, with the sizes of its model where memlab has it."""
+    name = reading.values.get("architecture")
+    model = None if name is None else published_architecture(str(name))
+    return ({} if model is None else shown_fields(model)) | dict(reading.values)
 
 
 def _as_in_file(job: Job, named: Callable[[str], str]) -> Job:

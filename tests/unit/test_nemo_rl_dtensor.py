@@ -137,6 +137,30 @@ def test_rows_are_padded_to_a_multiple_unless_they_are_packed(is_packed: bool, t
     assert job.required()[0].seq_length == tokens
 
 
+def test_distillation_from_data_has_no_engine_and_names_its_teachers(tmp_path: Path) -> None:
+    """``xtoken_off_policy_distillation.py`` (7ea279ab)."""
+    tree = yaml.safe_load(CONFIG)
+    del tree["grpo"]
+    tree |= {"distillation": {"num_prompts_per_step": 64}, "teachers": [{"model_name": "Qwen/Qwen3-14B"}]}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    job = Job.read(tmp_path / "config.yaml")
+    scenario, settings = job.required()
+    assert job.rollout is None and not settings.offload_parameters
+    assert scenario.state.loss_of_transformers != "topk_logits"
+    assert "teachers" in {one.key for one in job.not_modelled}
+
+
+def test_types_of_fused_adam_are_those_of_the_job_where_memlab_refuses_it(tmp_path: Path) -> None:
+    name = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+    kwargs = {"exp_avg_dtype": "torch.bfloat16", "master_weights": True}
+    changes = {"policy__dtensor_cfg__expert_parallel_size": 8, "policy__model_name": "Qwen/Qwen3-30B-A3B"}
+    job = read(tmp_path, **changes, policy__optimizer={"name": name, "kwargs": kwargs})
+    found = of_any_model(job, lambda model: Job.read(job.path, architecture=model))
+    assert found is not None and found.values["state"]["exp_avg_dtype"] == "bf16"
+    assert found.values["state"]["master_weights"] is True
+    assert found.model["fields"]["num_layers"] == 48  # of a model that memlab has
+
+
 def test_a_job_that_names_megatron_is_megatron_s(tmp_path: Path) -> None:
     assert read(tmp_path, policy__megatron_cfg={"enabled": True}).framework == "nemo-rl"
 

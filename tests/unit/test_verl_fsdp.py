@@ -146,6 +146,13 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     assert state.lora == LoRA(rank=32, alpha=64, fsdp2_library="peft", **peft)  # type: ignore[arg-type]
 
 
+def test_the_policy_without_adapters_is_the_reference_where_memlab_lacks_the_adapters_too(tmp_path: Path) -> None:
+    keys = f"{MODEL}.lora_rank=32 {FSDP}.model_dtype=bf16 {ACTOR}.use_kl_loss=True"
+    job = read(tmp_path, keys)
+    assert f"{MODEL}.lora_rank" in {one.key for one in job.not_modelled}
+    assert job.rollout is not None and job.rollout.reference_pass is None
+
+
 @pytest.mark.parametrize(
     ("keys", "lacks", "at_least"),
     [

@@ -45,9 +45,10 @@ from memlab.jobs.frameworks.lines import yaml_lines
 from memlab.jobs.frameworks.nemo_rl import (
     NEMO_RL,
     PAIRS,
-    WITHOUT_GENERATION,
     compares,
+    compares_largest,
     complete_ranks,
+    has_engine,
     rows_of_pass,
     take_longest,
     take_phases,
@@ -84,7 +85,7 @@ _OF_METHODS = (
 )
 _MISSING_OF_METHODS = (
     *("policy.draft", "policy.reward_model_cfg", "policy.quant_cfg", "policy.is_vlm", "distillation"),
-    *("value", "on_policy_distillation", "loss_fn", "policy.generation.top_"),
+    *("value", "teachers", "on_policy_distillation", "loss_fn", "policy.generation.top_"),
 )
 
 KEYS = (
@@ -142,7 +143,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     note_replaced_values(reading, "policy.hf_config_overrides")
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
-    generates = "grpo" in sections or not sections & WITHOUT_GENERATION
+    generates = has_engine(sections)
     del values["is_dtensor"]
     per_node = complete_ranks(reading)
     _take_groups(reading)
@@ -166,7 +167,7 @@ def complete(reading: Reading) -> None:
         if not is_version_2:
             key = f"{_DTENSOR}.activation_checkpointing"
             reading.miss(key, "either", "NeMo-RL checkpoints the parts of a layer, each")
-    if "distillation" in sections:
+    if compares_largest(sections):
         values["loss_of_transformers"] = "topk_logits"
         number = reading.get("distillation.topk_logits_k")
         if isinstance(number, int) and number > LARGEST_OF_TRANSFORMERS:

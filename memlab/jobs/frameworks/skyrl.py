@@ -5,6 +5,7 @@ Names and defaults: ``skyrl/train/config/config.py`` and ``workers/megatron/mega
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from memlab.config.scenario import Scenario
@@ -12,7 +13,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.adapters import adapter_keys
 from memlab.jobs.frameworks.bridge_keys import complete_provider
-from memlab.jobs.frameworks.framework import Framework, Reading, Signs
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, is_given
 from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import (
@@ -144,6 +145,29 @@ def complete(reading: Reading) -> None:
     drop_single_chunk(values)
 
 
+def check(reading: Reading) -> None:
+    """Checks ``validate_batch_sizes`` of skyrl/train/utils/utils.py (0.3.0 and a9564572).
+
+    Raises:
+        CannotStartError: If a step's sequences of a copy of the model are no multiple of a micro-batch.
+    """
+    values, keys = reading.values, ("trainer.policy_mini_batch_size", "generator.n_samples_per_prompt")
+    ranks_of_copy = math.prod(
+        values.get(f"{kind}_size") or 1
+        for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
+    )
+    prompts, responses = reading.get(keys[0], default=256), reading.get(keys[1], default=5)
+    own = prompts * responses // max(1, values["world_size"] // ranks_of_copy)
+    micro = reading.get("trainer.micro_train_batch_size_per_gpu", default=1)
+    if own % micro or not own:
+        raise CannotStartError(
+            f"a copy of the model has {own} sequences in a step ({keys[0]} {prompts} x {keys[1]} {responses}, by the "
+            f"copies), must be a multiple of trainer.micro_train_batch_size_per_gpu, {micro}, by a rule of SkyRL: "
+            "change one of them",
+            "micro_batch_size",
+        )
+
+
 def longest_row(reading: Reading) -> int:
     """Returns the tokens of the longest sequence, from the keys of lengths.
 
@@ -258,6 +282,7 @@ SKYRL = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("skyrl") | megatron_without_effect(_MEGATRON),
     complete=complete,
+    check=check,
     complete_of_model=complete_provider,
     compose=compose,
     fixed=FIXED,

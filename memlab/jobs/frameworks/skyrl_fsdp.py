@@ -60,6 +60,9 @@ from memlab.jobs.frameworks.skyrl import (
     longest_row,
     note_skipped_passes,
 )
+from memlab.jobs.frameworks.skyrl import (
+    check as check_batches,
+)
 
 _POLICY = "trainer.policy"
 _FSDP = f"{_POLICY}.fsdp_config"
@@ -193,6 +196,7 @@ def check(reading: Reading) -> None:
         CannotStartError: If SkyRL or torch refuses the job.
     """
     check_shards(reading)
+    check_batches(reading)
     for key in _OF_MEGATRON_ONLY:
         if reading.get(key):
             raise CannotStartError(

@@ -328,12 +328,14 @@ def _take_optimizer(reading: Reading, optim: str) -> None:
 def _take_phases(reading: Reading, per_node: int, *, has_reference_on_host: bool) -> None:
     """Takes what the job does between training steps; its engine frees the gradients when a step ends.
 
-    With FSDP a reference model always has its shards on the host (``_build_fsdp_module`` in transformer_impl.py, 0.9.1), and the
-    policy without adapters takes its place. The policy's pass computes the entropy (``_compute_old_log_prob`` in
-    trainer/ppo/ray_trainer.py), by a function that torch compiles unless told otherwise.
+    With FSDP a reference model always has its shards on the host (``_build_fsdp_module`` in transformer_impl.py,
+    0.9.1), and the policy without adapters takes its place. The policy's pass computes the entropy
+    (``_compute_old_log_prob`` in trainer/ppo/ray_trainer.py), by a function that torch compiles unless told otherwise.
     """
     values, longest = reading.values, reading.values["prompt_length"] + reading.values["response_length"]
-    is_colocated, has_adapters = values.pop("is_colocated"), values.get("lora_rank") is not None
+    # Where memlab has no such adapters, it trains the model, and the job has them still.
+    has_adapters = values.get("lora_rank") is not None or bool(reading.entries.get(f"{_MODEL}.lora_rank"))
+    is_colocated = values.pop("is_colocated")
     policy, reference = rows_of_passes(
         reading, longest, values["tokens_per_rank"],
         is_dynamic=values["is_dynamic"], removes_padding=values["removes_padding"],

@@ -298,8 +298,9 @@ def _of_trainer(engine: _Engine) -> Framework:
 
     def complete(reading: Reading) -> None:
         values = reading.values
-        del values["model_engine"]
-        _complete(reading, engine, prefixes, "model_engine", f"{_ACTOR}.policy_loss")
+        values.pop("model_engine", None)
+        chosen = next((key for key in _CHOOSE if key in reading.entries.by_key), _CHOOSE[-1])
+        _complete(reading, engine, prefixes, chosen, f"{_ACTOR}.policy_loss")
         values |= {"reference_shards": "fp32", "reference_reshards": True, "is_layered": True}
         # ``veomni_ref.yaml`` moves a reference model as the policy, and torchtitan keeps it on the host.
         on_host = engine is _TORCHTITAN or bool(values["offload_parameters"])
@@ -358,9 +359,14 @@ def _of_sft(engine: _Engine) -> Framework:
     )
 
 
+_CHOOSE = (f"actor@{_ACTOR}", "model_engine")
+"""Keys that choose the actor's engine; the first one counts."""
+
+
 def _chooses(name: str) -> Callable[[dict[str, Any]], bool]:
     def chooses(values: dict[str, Any]) -> bool:
-        return values.get("model_engine") == name or values.get(f"actor@{_ACTOR}") == f"{name}_actor"
+        chosen = next((values[key] for key in _CHOOSE if values.get(key) is not None), None)
+        return str(chosen).removesuffix("_actor") == name
 
     return chooses
 

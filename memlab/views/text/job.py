@@ -18,6 +18,7 @@ from memlab.jobs.bounds import freezes_parameters
 from memlab.jobs.frameworks.framework import NotModelled, Taken
 from memlab.jobs.frameworks.registry import TABLES
 from memlab.jobs.job import Job
+from memlab.jobs.other_models import SHOWN
 from memlab.jobs.writing import written
 from memlab.units import format_bytes
 
@@ -119,7 +120,8 @@ def _of_any_model(common: OfAnyModel) -> list[str]:
 def _as_read(values: dict[str, Any]) -> list[str]:
     """Returns the fields of a job that memlab cannot predict, by the part that has them."""
     parts = {"workload": Scenario, "layout": Layout, "state": TrainingState, "allocator": AllocatorSettings}
-    lines: list[str] = []
+    sizes = [f"{name} {_short(values[name])}" for name in SHOWN if values.get(name) is not None]
+    lines = _wrapped(f"{'model':10} {', '.join(sizes)}") if sizes else []
     for part, cls in {**parts, "settings": MemorySettings}.items():
         read = options_of(cls).keys() - unread(cls, values).keys()
         said = {
