@@ -38,7 +38,7 @@ class OfAnyModel:
     model: dict[str, Any]
     """What is known of the job's own model: its name, what memlab lacks of it, its fields and their source."""
     is_own: bool
-    """Whether memlab read the job with its own model, and only lacks the type in which it computes."""
+    """Whether memlab read the job with its own model, and only lacks the type in which it computes, or its engine."""
     values: dict[str, dict[str, Any]]
     """Fields of the layout, the workload, the training state, the allocator, the settings and the rollout."""
     depends_on_model: tuple[str, ...]
@@ -82,7 +82,7 @@ def of_any_model(job: Job, read: Callable[[Architecture | None], Job]) -> OfAnyM
     if job.scenario is not None or job.cannot_start is not None:
         return None
     given = {one.field: one.memlab_value for one in job.taken}
-    jobs = [read(None)] if job.precision else []
+    jobs = [read(None)] if job.precision or job.has_own_engine else []
     is_own = any(one.scenario is not None for one in jobs)
     if not is_own:
         jobs = [read(model) for model in _stand_ins(job.model, given)]

@@ -70,6 +70,8 @@ class Job:
     """What is known of the model of a job that memlab cannot predict."""
     precision: str = ""
     """Why memlab does not have the type in which the job computes."""
+    has_own_engine: bool = False
+    """Whether memlab does not have the engine that trains, and has its fields."""
     at_least: dict[str, int] = None  # type: ignore[assignment]  # always given by `read`
     """Bytes by category that the rank that keeps the most has at least while the optimizer updates it, where memlab
     refuses a job of FSDP2 and knows its model; empty where it has a prediction, or knows of none."""
@@ -110,8 +112,8 @@ class Job:
             architecture: Replaces the job's own; None takes what the file says.
             world_size: Ranks of the job; None takes what the file says.
             arguments: What a script is started with, its ``$1`` and so on; None if that is not known.
-            fields_only: Reads a job that computes in a type that memlab lacks as one in bf16: the fields of the
-                result are the job's, and its memory is not.
+            fields_only: Reads a job that computes in a type that memlab lacks as one in bf16, and one of an engine
+                that it lacks as one of its own: the fields of the result are the job's, and its memory is not.
 
         Raises:
             ValueError: If memlab cannot understand the file; the message names the line where it is known.
@@ -267,8 +269,9 @@ def _built(
     as_read: dict[str, Any] = {}
     model = _other_model(reading) if architecture is None else None
     precisions = [] if fields_only else reading.blocked["precision"]
+    engines = [] if fields_only else reading.blocked["engine"]
     try:
-        lacking = [*reading.blocked["job"], *precisions]
+        lacking = [*reading.blocked["job"], *engines, *precisions]
         found = with_layer_pattern(reading, _architecture(reading, architecture, lacking, model, framework))
         _drop_experts(reading, found)
         framework.complete_of_model(reading, found)
@@ -333,6 +336,7 @@ def _built(
         as_read=as_read,
         model=model if scenario is None else None,
         precision="; ".join(precisions),
+        has_own_engine=bool(engines),
         at_least=_least_kept(reading, architecture) if refuses else {},
         guesses=tuple(dict.fromkeys([*reading.guessed, *reading.assumed, *_what_sets(reading.unread)])),
         questions=tuple(dict.fromkeys(reading.questions)),

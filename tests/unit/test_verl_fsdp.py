@@ -265,3 +265,14 @@ def test_ranks_that_exchange_heads_share_rows(keys: str, tokens: int, passes: in
     assert (layout.context_parallel_size, layout.data_parallel_size, scenario.ranks_of_shards) == (2, 4, 8)
     assert (scenario.seq_length, scenario.num_microbatches) == (tokens, passes)
     assert scenario.state.cp_comm_type == "a2a"
+
+
+def test_fsdp_turbo_has_ranks_and_checkpoints_of_its_own_keys(tmp_path: Path) -> None:
+    section = f"{FSDP}.turbo_config"
+    sizes = "fully_shard_parallel_size=4 expert_parallel_size=2 ulysses_parallel_size=2".split()
+    keys = " ".join(f"{section}.distributed.{size}" for size in sizes)
+    path = read(tmp_path, f"{ACTOR}.strategy=fsdp_turbo {keys} +{section}.memory.recompute=True").path
+    scenario, settings = Job.read(path, version="0.9.1", fields_only=True).required()
+    assert (scenario.layout.context_parallel_size, scenario.state.dp_replicate_size) == (2, 2)
+    assert settings.recompute_granularity == "full"
+    assert Job.read(path, version="0.9.1").scenario is None  # its memory is not predicted

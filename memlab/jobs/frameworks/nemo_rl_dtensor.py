@@ -190,7 +190,7 @@ def _take_groups(reading: Reading) -> None:
     values = reading.values
     given = [one for one in reading.taken if one.field == "expert_model_parallel_size"]
     if given[-1].memlab_value not in (None, 1):
-        block(reading, given[-1].key, "Automodel's own experts", is_model=True)
+        block(reading, given[-1].key, "Automodel's own experts", of="model")
     values["dp_replicate_size"] = values["dp_replicate_size"] or 1
     if values["tensor_model_parallel_size"] in (None, 1):
         del values["sequence_parallel"]
@@ -257,8 +257,6 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
         ValueError: If not.
     """
     check_family(reading, architecture)
-    if reading.blocked["model"] and not architecture.routes:
-        reading.values["expert_model_parallel_size"] = 1  # of a model in place of the job's, which has experts
     is_transformers_own = reading.get(f"{_DTENSOR}.automodel_kwargs.force_hf") is True
     if architecture.routes and not is_transformers_own and reading.get(f"{_DTENSOR}._v2"):
         reading.lacks.append("Automodel's own experts")

@@ -75,6 +75,14 @@ _REFERENCE = {
     ),
 }  # fmt: skip
 """What a reference model can have otherwise than the actor (``config/ref/dp_ref.yaml``, 0.9.1)."""
+_TURBO = {
+    "distributed.fully_shard_parallel_size": "ranks_of_shards",
+    "distributed.tensor_parallel_size": "tensor_model_parallel_size",
+    "distributed.expert_parallel_size": "expert_model_parallel_size",
+    "distributed.ulysses_parallel_size": "ulysses",
+    "memory.recompute": "is_checkpointing",
+}
+"""What FSDP-Turbo reads in place of FSDP's keys, below ``turbo_config`` (``fsdp_turbo_impl.py``), by memlab's field."""
 _SYNC = "use_no_sync_for_gradient_accumulation"
 _PREFIXES = (_FSDP, f"{_ACTOR}.optim", _MODEL)
 """Of the engine, the optimizer and the model."""
@@ -262,7 +270,7 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
     """
     values = reading.values
     note_replaced_values(reading, f"{model}.override_config")
-    _take_strategy(reading, strategy)
+    _take_strategy(reading, strategy, engine)
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
     _take_optimizer(reading, optim)
     take_peft(reading, f"{model}.lora_rank")
@@ -282,13 +290,26 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
         take_checkpointed_layers(reading)
 
 
-def _take_strategy(reading: Reading, key: str) -> None:
+def _take_strategy(reading: Reading, key: str, engine: str) -> None:
     strategy = reading.values["strategy"]
     if strategy not in ("fsdp", "fsdp2"):
-        block(reading, key, f"the engine {strategy}")
+        block(reading, key, f"the engine {strategy}", of="engine")
+    if strategy == "fsdp_turbo":
+        _take_turbo(reading, engine)
     if strategy == "fsdp":
         _drop_policy(reading)
     take_ulysses(reading)
+
+
+def _take_turbo(reading: Reading, engine: str) -> None:
+    """Takes FSDP-Turbo's own keys, and names the others of its section."""
+    start = f"{engine}.turbo_config."
+    for name in [name for name in reading.entries.by_key if name.startswith(start)]:
+        field, value = _TURBO.get(name.removeprefix(start)), reading.get(name)
+        if field is None:
+            reading.miss(name, "either", "it decides what FSDP-Turbo shards, computes and keeps")
+        elif field != "is_checkpointing" or value:
+            reading.take(name, field, SWITCH.read(value) if field == "is_checkpointing" else COUNT.read(value))
 
 
 def _drop_policy(reading: Reading) -> None:

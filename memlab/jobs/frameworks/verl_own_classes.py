@@ -17,6 +17,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     RESHARDING,
     attention_key,
     block,
+    check_family,
     check_shards,
     peft_keys,
     take_adam,
@@ -251,7 +252,7 @@ _TORCHTITAN = _Engine(
 def _complete(reading: Reading, engine: _Engine, prefixes: tuple[str, str, str], chosen: str, loss: str) -> None:
     """Derives ranks, types, shards, and what leaves the device."""
     values, (section, optim, model) = reading.values, prefixes
-    block(reading, chosen, f"models as {engine.title} builds them", is_model=True)
+    block(reading, chosen, f"models as {engine.title} builds them", of="engine")
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     note_replaced_values(reading, f"{model}.override_config")
     engine.take(reading, section, optim)
@@ -261,12 +262,6 @@ def _complete(reading: Reading, engine: _Engine, prefixes: tuple[str, str, str],
     if values.get("fsdp_cpu_offload"):
         values["offload_parameters"] = values["offload_optimizer"] = False
     values["offload_gradients"] = values["offload_parameters"]
-
-
-def _of_model(reading: Reading, architecture: Any) -> None:
-    """Takes no ranks of experts where a dense model takes the place of the job's."""
-    if not architecture.routes:
-        reading.values["expert_model_parallel_size"] = 1
 
 
 def _missing(engine: _Engine, section: str, model: str) -> tuple[Missing, ...]:
@@ -320,7 +315,7 @@ def _of_trainer(engine: _Engine) -> Framework:
         ),
         without_effect=without_effect | keys_without_effect(f"verl_{engine.name}_optimizer", f"{_ACTOR}.optim"),
         complete=complete,
-        complete_of_model=_of_model,
+        complete_of_model=check_family,
         check=check_shards,
         versions=VERL.versions,
         fixed={"engine": "fsdp2", "loss": "cross_entropy"},
@@ -351,7 +346,7 @@ def _of_sft(engine: _Engine) -> Framework:
         ),
         without_effect=without_effect | keys_without_effect(f"verl_{engine.name}_optimizer", "optim"),
         complete=complete,
-        complete_of_model=_of_model,
+        complete_of_model=check_family,
         complete_refused=lambda reading: take_fused_adam(reading, "optim"),
         check=check_shards,
         versions=VERL_SFT.versions,
