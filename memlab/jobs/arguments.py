@@ -114,7 +114,8 @@ def add_override(entries: Entries, key: str, text: str, line: int | None) -> Non
     for parent in parents_of(key)[1:]:  # the first may be the choice of a group, such as engine=megatron
         if parent in entries.by_key and not is_interpolation(entries.by_key[parent].value):
             del entries.by_key[parent]
-    if UNKNOWN in text or not re.fullmatch(r"\{.*\}", text.strip(), re.DOTALL):
+    is_escaped = "\\" in text  # which Hydra's grammar has, and YAML does not: a text as a whole
+    if UNKNOWN in text or is_escaped or not re.fullmatch(r"\{.*\}", text.strip(), re.DOTALL):
         entries.remove(key)
         entries.add(key, text if UNKNOWN in text else parse_value(text), line)
         return

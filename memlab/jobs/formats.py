@@ -203,6 +203,8 @@ def _yaml_format(root: Node, path: Path, format_name: str | None, variables: dic
     _collapse_targets(entries)
     found = framework_of_keys((*entries.by_key, *root.value))
     if format_name is None and found is None:
+        if {"eval", "generation"} <= {key.partition(".")[0] for key in entries.by_key}:
+            raise NoJobError(f"{path.name} evaluates a model by NeMo-RL, and trains none: {_ACTION} of a training")
         raise NoJobError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
     return format_name or found or "", entries
 

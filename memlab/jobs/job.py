@@ -349,10 +349,12 @@ def _built(
 
 
 def _as_read(reading: Reading) -> dict[str, Any]:
-    """Returns the values of a job that memlab cannot predict, with the sizes of its model where memlab has it."""
+    """Returns the values of a job that memlab cannot predict, with its model's sizes and what it does between steps."""
     name = reading.values.get("architecture")
     model = None if name is None else published_architecture(str(name))
-    return ({} if model is None else shown_fields(model)) | dict(reading.values)
+    phases = {} if reading.rollout is None else reading.rollout.to_dict()
+    phases = {f"rollout_{name}" if name in reading.values else name: value for name, value in phases.items()}
+    return ({} if model is None else shown_fields(model)) | phases | dict(reading.values)
 
 
 def _as_in_file(job: Job, named: Callable[[str], str]) -> Job:

@@ -269,8 +269,10 @@ def test_ranks_that_exchange_heads_share_rows(keys: str, tokens: int, passes: in
 
 def test_fsdp_turbo_has_ranks_and_checkpoints_of_its_own_keys(tmp_path: Path) -> None:
     section = f"{FSDP}.turbo_config"
-    sizes = "fully_shard_parallel_size=4 expert_parallel_size=2 ulysses_parallel_size=2".split()
+    sizes = ["fully_shard_parallel_size=4", "expert_parallel_size=2", "ulysses_parallel_size=2"]
     keys = " ".join(f"{section}.distributed.{size}" for size in sizes)
+    # Hydra's own grammar, which is no YAML.
+    keys += f" '+{section}.distributed.fsdp_plan.apply_modules={{model.layers.\\{{*\\}}:{{}},lm_head:{{}}}}'"
     path = read(tmp_path, f"{ACTOR}.strategy=fsdp_turbo {keys} +{section}.memory.recompute=True").path
     scenario, settings = Job.read(path, version="0.9.1", fields_only=True).required()
     assert (scenario.layout.context_parallel_size, scenario.state.dp_replicate_size) == (2, 2)

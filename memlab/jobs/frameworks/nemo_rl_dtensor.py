@@ -236,7 +236,9 @@ def _take_rows(reading: Reading, longest: int, *, pairs: bool) -> None:
     if is_packed or is_dynamic:
         key = f"policy.{'sequence_packing' if is_packed else 'dynamic_batching'}.train_mb_tokens"
         tokens = (packed if is_packed else dynamic) or longest * values["micro_batch_size"]
-        take_rows(reading, key, tokens, longest, sequences, is_refused=is_packed)
+        # The budget counts tokens before context parallel ranks share them (``shard_by_batch_size``).
+        context = values["context_parallel_size"] or 1
+        take_rows(reading, key, -(-tokens // context), longest, sequences, is_refused=is_packed)
     else:
         take_sequences(reading, longest, sequences)
         if values["micro_batch_size"] > 1:

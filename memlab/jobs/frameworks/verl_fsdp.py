@@ -204,7 +204,8 @@ def complete(reading: Reading) -> None:
         )
     complete_engine(reading, *_PREFIXES, strategy=f"{_ACTOR}.strategy", loss=f"{_ACTOR}.policy_loss")
     complete_trainer(reading, "fsdp", _FSDP)
-    take_sync_of_gradients(reading, _FSDP)
+    if not reading.blocked["engine"]:  # FSDP-Turbo reduces gradients in each micro-batch
+        take_sync_of_gradients(reading, _FSDP)
 
 
 def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_on_host: bool = True) -> None:
