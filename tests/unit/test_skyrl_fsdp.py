@@ -127,6 +127,12 @@ def test_micro_batches_of_which_a_step_is_no_multiple_are_refused(engine: str, t
     assert read(tmp_path, f"trainer.strategy={engine} {sizes}5").cannot_start is None
 
 
+@pytest.mark.parametrize("program", ["skyrl.train.entrypoints.serve", "examples.harbor.main_harbor_generate"])
+def test_a_program_that_only_generates_is_refused(program: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(START.replace("skyrl.train.entrypoints.main_base", program))
+    assert f"{program} (line 1): it generates and does not train" in str(Job.read(tmp_path / "run.sh").not_supported)
+
+
 def test_a_task_of_skypilot_is_the_script_that_it_runs(tmp_path: Path) -> None:
     script = START.replace(
         "=8 ", '="$SKYPILOT_NUM_GPUS_PER_NODE" trainer.placement.policy_num_nodes=$SKYPILOT_NUM_NODES '

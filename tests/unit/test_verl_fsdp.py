@@ -171,6 +171,19 @@ def test_what_the_engine_does_not_have_is_refused_by_name(
         assert tuple(job.at_least.values()) == tuple(size * of_a_rank for size in at_least)
 
 
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+def test_micro_batches_of_which_a_step_is_no_multiple_are_refused(engine: str, tmp_path: Path) -> None:
+    """``prepare_micro_batches`` in verl/workers/engine/utils.py (0.9.1 and 1dda039b)."""
+    micro = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    for size, is_refused in ((3, True), (4, False)):
+        (tmp_path / "run.sh").write_text(
+            START.replace(f"{ACTOR}.strategy=fsdp2 ", "").replace(f"{micro}=1", f"{micro}={size}")
+            + f" model_engine={engine}"
+        )
+        job = Job.read(tmp_path / "run.sh", version="0.9.1")
+        assert ("has 8 sequences in a step" in str(job.cannot_start)) is is_refused
+
+
 def test_groups_of_shards_have_all_ranks(tmp_path: Path) -> None:
     job = read(tmp_path, f"{FSDP}.fsdp_size=3")
     assert job.cannot_start is not None and f"{FSDP}.fsdp_size is 3, must divide the 8 ranks" in job.cannot_start

@@ -12,7 +12,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.adapters import kind_of
-from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import PARTS_OF_MULTIMODAL_MODELS, Missing, is_given, missing_under, refusal
 from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.model import is_quantized
@@ -421,6 +421,37 @@ def note_padded_rows(reading: Reading, *keys: str) -> None:
     """Notes that micro-batches of a budget of tokens have padding too, by the key that a job gives, or its default."""
     key = next((key for key in keys if key in reading.entries.by_key), keys[0])
     reading.miss(key, "more", "rows are padded")
+
+
+def check_batches(reading: Reading, factors: dict[str, int], micro: tuple[str, int], title: str) -> None:
+    """Checks that the sequences of a copy of the model in a step are a multiple of a micro-batch.
+
+    Args:
+        reading: Of the job, with its layout.
+        factors: Keys whose product is the step's sequences, each with its default.
+        micro: The key of a micro-batch's sequences, with its default.
+        title: The framework that asserts it.
+
+    Raises:
+        CannotStartError: If they are not.
+    """
+    counts = {key: reading.get(key) or default for key, default in factors.items()}
+    key, size = micro[0], reading.get(micro[0]) or micro[1]
+    own = math.prod(counts.values()) // max(1, copies(reading))
+    if own < 1 or own % size:
+        words = " x ".join(f"{name} {count}" for name, count in counts.items())
+        raise CannotStartError(
+            f"a copy of the model has {own} sequences in a step ({words}, by the copies), must be a multiple of {key}, "
+            f"{size}, by a rule of {title}: change one of them",
+            "micro_batch_size",
+        )
+
+
+def refuse_program(reading: Reading, ends: tuple[str, ...]) -> None:
+    """Refuses a job of a program that trains nothing, by how its name ends."""
+    program = reading.entries.program
+    if program is not None and str(program.value).endswith(ends):
+        reading.blocked["job"].append(f"{program.value} ({program.place}): it generates and does not train")
 
 
 def _passes(reading: Reading, sequences: int) -> int:

@@ -5,7 +5,6 @@ Names and defaults: ``skyrl/train/config/config.py`` and ``workers/megatron/mega
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from memlab.config.scenario import Scenario
@@ -13,15 +12,17 @@ from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.adapters import adapter_keys
 from memlab.jobs.frameworks.bridge_keys import complete_provider
-from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
+from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, is_given
 from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import (
+    check_batches,
     composed,
     is_packed,
     note_padded_rows,
     note_replaced_values,
     note_segments,
+    refuse_program,
     take_rollout,
     take_rows,
     take_sequences,
@@ -92,9 +93,14 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
+WITHOUT_TRAINING = ("serve", "_generate")
+"""How the programs end that only start an inference engine (``skyrl/train/entrypoints``, and Harbor's)."""
+
+
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute, attention and what leaves the device between phases."""
     values = reading.values
+    refuse_program(reading, WITHOUT_TRAINING)
     complete_skyrl_adapters(reading, "trainer.policy.model.lora", _MEGATRON)
     strategy = values.pop("strategy")
     if strategy != "megatron":
@@ -151,21 +157,8 @@ def check(reading: Reading) -> None:
     Raises:
         CannotStartError: If a step's sequences of a copy of the model are no multiple of a micro-batch.
     """
-    values, keys = reading.values, ("trainer.policy_mini_batch_size", "generator.n_samples_per_prompt")
-    ranks_of_copy = math.prod(
-        values.get(f"{kind}_size") or 1
-        for kind in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
-    )
-    prompts, responses = reading.get(keys[0], default=256), reading.get(keys[1], default=5)
-    own = prompts * responses // max(1, values["world_size"] // ranks_of_copy)
-    micro = reading.get("trainer.micro_train_batch_size_per_gpu", default=1)
-    if own % micro or not own:
-        raise CannotStartError(
-            f"a copy of the model has {own} sequences in a step ({keys[0]} {prompts} x {keys[1]} {responses}, by the "
-            f"copies), must be a multiple of trainer.micro_train_batch_size_per_gpu, {micro}, by a rule of SkyRL: "
-            "change one of them",
-            "micro_batch_size",
-        )
+    keys = {"trainer.policy_mini_batch_size": 256, "generator.n_samples_per_prompt": 5}
+    check_batches(reading, keys, ("trainer.micro_train_batch_size_per_gpu", 1), "SkyRL")
 
 
 def longest_row(reading: Reading) -> int:

@@ -48,12 +48,14 @@ from memlab.jobs.frameworks.reinforcement import (
     note_other_reference,
     note_replaced_values,
     note_segments,
+    refuse_program,
     take_rollout,
     take_rows,
     take_sequences,
 )
 from memlab.jobs.frameworks.skyrl import (
     SKYRL,
+    WITHOUT_TRAINING,
     compares,
     engine_of,
     freed_by_reference_model,
@@ -143,6 +145,7 @@ def chooses_fsdp(values: dict[str, Any]) -> bool:
 def complete(reading: Reading) -> None:
     """Derives ranks, types, shards, what leaves the device, and rows."""
     values = reading.values
+    refuse_program(reading, WITHOUT_TRAINING)
     del values["strategy"]
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     per_node = values.pop("ranks_per_node")

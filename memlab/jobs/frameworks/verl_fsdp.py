@@ -55,6 +55,7 @@ from memlab.jobs.frameworks.reinforcement import (
 )
 from memlab.jobs.frameworks.verl import (
     VERL,
+    check_sequences,
     compares,
     copies_of_bucket,
     note_critic,
@@ -425,6 +426,16 @@ def _take_rows(reading: Reading) -> None:
         take_sequences(reading, longest, sequences, packed_by=key if removes_padding else None)
 
 
+def check(reading: Reading) -> None:
+    """Checks groups of shards, and micro-batches.
+
+    Raises:
+        CannotStartError: If verl or torch refuses the job.
+    """
+    check_shards(reading)
+    check_sequences(reading)
+
+
 def composed_of_engine(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns the values by the fields of `engine_keys`, from which `complete_engine` makes the same job."""
     return (
@@ -529,7 +540,7 @@ VERL_FSDP = Framework(
     | {row.name for row in VERL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
     complete_of_model=check_family,
-    check=check_shards,
+    check=check,
     versions=VERL.versions,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     compose=compose,
