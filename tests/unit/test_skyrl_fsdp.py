@@ -133,6 +133,29 @@ def test_a_program_that_only_generates_is_refused(program: str, tmp_path: Path) 
     assert f"{program} (line 1): it generates and does not train" in str(Job.read(tmp_path / "run.sh").not_supported)
 
 
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize(
+    ("keys", "is_named"),
+    [
+        ("+trainer.ref.model_config_kwargs.rope_theta=1000000", True),
+        ("+trainer.ref.model_config_kwargs.rope_theta=1e4 +trainer.policy.model_config_kwargs.rope_theta=1e4", False),
+        ("+trainer.ref.model_config_kwargs.rope_theta=1e4 trainer.algorithm.use_kl_loss=false", False),
+        ("trainer.ref.megatron_config.transformer_config_kwargs.recompute_granularity=full", False),
+    ],
+)
+def test_what_a_reference_model_has_otherwise_is_named(engine: str, keys: str, is_named: bool, tmp_path: Path) -> None:
+    job = read(tmp_path, f"trainer.strategy={engine} {keys}")
+    named = [one.key for one in job.not_modelled if one.key.startswith("trainer.ref.")]
+    assert bool(named) is is_named
+
+
+@pytest.mark.parametrize(("name", "is_named"), [("Qwen2DecoderLayer", False), ("Qwen2MLP", True)])
+def test_classes_that_are_sharded_by_themselves_are_named(name: str, is_named: bool, tmp_path: Path) -> None:
+    key = f"{POLICY}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
+    job = read(tmp_path, f"{key}=\"['{name}']\"")
+    assert (key in {one.key for one in job.not_modelled}) is is_named
+
+
 def test_a_task_of_skypilot_is_the_script_that_it_runs(tmp_path: Path) -> None:
     script = START.replace(
         "=8 ", '="$SKYPILOT_NUM_GPUS_PER_NODE" trainer.placement.policy_num_nodes=$SKYPILOT_NUM_NODES '

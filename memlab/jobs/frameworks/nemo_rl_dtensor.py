@@ -126,8 +126,13 @@ FRAMEWORK_MISSING = (
     Missing("policy.logprob_chunk_size", "less", "log-probabilities are computed in chunks of tokens", is_given),
 )
 _OF_CLASSES = (f"{_DTENSOR}.automodel_kwargs.backend.", f"{_DTENSOR}.moe_parallelizer.")
-_NOT_OF_CLASSES = ("._target_", ".enable_hf_state_dict_adapter", ".fake_balanced_gate", ".fake_gate_noise")
-"""Keys that only Automodel's own classes of models read, and what of these changes no memory."""
+_READ_BY_CLASSES = (
+    *("attn", "linear", "rms_norm", "rope_fusion", "rope", "experts", "dispatcher", "dispatcher_num_sms"),
+    *("enable_deepep", "gate_precision", "enable_fsdp_optimizations"),
+    *("ignore_router_for_ac", "reshard_after_forward", "lm_head_precision"),
+)
+"""Keys that only Automodel's own classes read and that change memory: of ``BackendConfig`` and of
+``MoEParallelizerConfig`` (36044ad3)."""
 _OF_THIS_POLICY = ("policy.dtensor_cfg.*", "policy.optimizer.kwargs.*")
 """Patterns of keys that have no effect on a job with Megatron, and are read here."""
 
@@ -206,8 +211,10 @@ def _take_groups(reading: Reading) -> None:
 def _note_classes(reading: Reading) -> None:
     """Names what decides how Automodel's own class of a model computes, since memlab builds transformers' here."""
     for key, entry in reading.entries.by_key.items():
-        is_on = entry.value not in (None, False, {})
-        if is_on and key.startswith(_OF_CLASSES) and not key.endswith(_NOT_OF_CLASSES):
+        if not key.startswith(_OF_CLASSES) or key.rpartition(".")[2] not in _READ_BY_CLASSES:
+            continue
+        reading.known.add(key)
+        if entry.value not in (None, False, {}):
             reading.miss(key, "either", "it decides what Automodel's own class of this model computes and keeps")
 
 

@@ -222,6 +222,29 @@ def note_other_reference(reading: Reading, pairs: dict[str, tuple[str, str, Any,
             reading.miss(own, "either", f"the reference model's pass is predicted with {what} of the policy")
 
 
+def note_other_section(reading: Reading, own: str, of_policy: str, *, is_there: bool) -> None:
+    """Names each key of a section of the reference model that the policy's section does not have with the same value.
+
+    Args:
+        reading: Of the job.
+        own: The reference model's section.
+        of_policy: The policy's.
+        is_there: Whether the job has a reference model.
+    """
+    for key, entry in reading.entries.by_key.items():
+        name = key.removeprefix(f"{own}.")
+        if name == key:
+            continue
+        reading.known.add(key)
+        is_of_training = name.startswith("recompute_")
+        if (
+            is_there
+            and not is_of_training
+            and entry.value not in (None, {}, reading.entries.get(f"{of_policy}.{name}"))
+        ):
+            reading.miss(key, "either", "the reference model's pass is predicted with the policy's configuration")
+
+
 def take_rollout(
     reading: Reading,
     *,

@@ -19,6 +19,7 @@ from memlab.jobs.frameworks.reinforcement import (
     check_batches,
     composed,
     is_packed,
+    note_other_section,
     note_padded_rows,
     note_replaced_values,
     note_segments,
@@ -102,6 +103,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     refuse_program(reading, WITHOUT_TRAINING)
     complete_skyrl_adapters(reading, "trainer.policy.model.lora", _MEGATRON)
+    note_reference(reading)
     strategy = values.pop("strategy")
     if strategy != "megatron":
         reading.blocked["job"].append(
@@ -197,6 +199,13 @@ def compares(reading: Reading) -> bool:
     algorithm = "trainer.algorithm"
     compares = [reading.get(f"{algorithm}.use_kl_loss", default=True), reading.get(f"{algorithm}.use_kl_in_reward")]
     return any(compares)
+
+
+def note_reference(reading: Reading) -> None:
+    """Names what a reference model is configured with otherwise than the policy."""
+    megatron = "megatron_config"
+    for section in ("model_config_kwargs", f"{megatron}.transformer_config_kwargs", f"{megatron}.model_config_kwargs"):
+        note_other_section(reading, f"trainer.ref.{section}", f"trainer.policy.{section}", is_there=compares(reading))
 
 
 def _note_parts_of_entropy(reading: Reading) -> None:

@@ -60,6 +60,7 @@ from memlab.jobs.frameworks.skyrl import (
     engine_of,
     freed_by_reference_model,
     longest_row,
+    note_reference,
     note_skipped_passes,
 )
 from memlab.jobs.frameworks.skyrl import (
@@ -123,6 +124,15 @@ KEYS = (
     *engine_keys(f"{_POLICY}."),
     Key(f"{_POLICY}.optimizer_config.offload_after_step", "leaves_after_step", SWITCH, True),
 )
+WRAPPED = "classes of the job's own choice are sharded by themselves"
+
+
+def wraps_others(value: Any) -> bool:
+    """Whether the classes that a job shards by themselves are others than layers (``apply_fsdp2``, a9564572)."""
+    names = value if isinstance(value, list) else str(value).strip("[]").split(",")
+    return bool(value) and any(not str(name).strip(" '\"").endswith("DecoderLayer") for name in names)
+
+
 FRAMEWORK_MISSING = (
     *(row for row in SKYRL.missing if row.name.startswith("generator.")),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
@@ -131,6 +141,7 @@ FRAMEWORK_MISSING = (
     Missing("trainer.remove_microbatch_padding", "more", "rows are padded, and attention then has a mask", is_false),
     Missing("trainer.use_sample_packing", "more", "rows are padded, and attention then has a mask", is_false),
     Missing("trainer.gradient_checkpointing_use_reentrant", "either", "reentrant checkpoints free in another order"),
+    Missing(f"{_FSDP}.wrap_policy.transformer_layer_cls_to_wrap", "either", WRAPPED, wraps_others),
     Missing(f"{_POLICY}.use_torch_compile", "either", "the entropy's functions are compiled"),
     Missing(f"{_POLICY}.language_model_only", "less", "the part for images is left out"),
     Missing(f"{_POLICY}.inference_only_init", "less", "the policy is not trained"),
@@ -146,6 +157,7 @@ def complete(reading: Reading) -> None:
     """Derives ranks, types, shards, what leaves the device, and rows."""
     values = reading.values
     refuse_program(reading, WITHOUT_TRAINING)
+    note_reference(reading)
     del values["strategy"]
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     per_node = values.pop("ranks_per_node")

@@ -19,6 +19,7 @@ from memlab.jobs.frameworks.reinforcement import (
     check_batches,
     composed,
     is_packed,
+    note_other_section,
     note_padded_rows,
     note_segments,
     only_segments,
@@ -132,6 +133,8 @@ def complete(reading: Reading) -> None:
     values.setdefault("world_size", nodes * per_node)
     check_engine(reading)
     note_critic(reading, "critic.megatron")
+    section = "megatron.override_transformer_config"
+    note_other_section(reading, f"actor_rollout_ref.ref.{section}", f"{_ACTOR}.{section}", is_there=compares(reading))
     complete_engine(reading, *_PREFIXES)
     longest = values.pop("prompt_length") + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
