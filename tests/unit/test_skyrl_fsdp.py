@@ -149,6 +149,12 @@ def test_what_a_reference_model_has_otherwise_is_named(engine: str, keys: str, i
     assert bool(named) is is_named
 
 
+def test_a_package_that_the_launcher_installs_is_no_key(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"uv run --with transformers==5.4.0 {START}")
+    job = Job.read(tmp_path / "run.sh")
+    assert job.scenario is not None and not [one.key for one in job.not_modelled if one.effect == "unknown"]
+
+
 @pytest.mark.parametrize(("name", "is_named"), [("Qwen2DecoderLayer", False), ("Qwen2MLP", True)])
 def test_classes_that_are_sharded_by_themselves_are_named(name: str, is_named: bool, tmp_path: Path) -> None:
     key = f"{POLICY}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
