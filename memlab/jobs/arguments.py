@@ -21,7 +21,8 @@ _FLAG = re.compile(r"--([A-Za-z][A-Za-z0-9_.-]*)(?:=(.*))?", re.DOTALL)
 _OVERRIDE = re.compile(
     r"[+]{0,2}([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)+|[a-z_]+|[a-z_/]+@[A-Za-z_][\w.]*)=(?!=)(.*)", re.DOTALL
 )
-"""``name==1.2`` is a package that a launcher installs. The last kind chooses a file of Hydra for a group and a place in the tree, as in ``actor@policy.actor=small``."""
+"""The last kind chooses a file of Hydra for a group and a place in the tree, as in ``actor@policy.actor=small``. A word
+such as ``transformers==5.4.0`` is a package that a launcher installs."""
 _TIGHT_COLON = re.compile(r"([{,]\s*[\w.]+):(?=\S)")
 """Hydra takes ``{a:1}`` as a mapping, YAML only ``{a: 1}``."""
 _DELETION = re.compile(r"~([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)*)(=.*)?", re.DOTALL)
