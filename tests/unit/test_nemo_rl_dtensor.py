@@ -147,6 +147,13 @@ def test_a_budget_of_tokens_is_of_whole_rows_before_ranks_share_them(tmp_path: P
     assert job.required()[0].seq_length == 4096
 
 
+@pytest.mark.parametrize(("name", "taken"), [("eager", "eager"), ("te", "sdpa")])
+def test_a_job_may_name_the_function_of_attention(name: str, taken: str, tmp_path: Path) -> None:
+    job = read(tmp_path, policy__dtensor_cfg__automodel_kwargs={"attn_implementation": name})
+    assert job.required()[0].state.attn_implementation == taken
+    assert any(one.key.endswith("attn_implementation") for one in job.not_modelled) is (name != taken)
+
+
 def test_a_layout_that_memlab_lacks_shows_the_model_and_the_phases(tmp_path: Path) -> None:
     sizes = {f"policy__dtensor_cfg__{kind}_parallel_size": 2 for kind in ("tensor", "context")}
     job = read(tmp_path, **sizes)

@@ -127,6 +127,13 @@ def test_micro_batches_of_which_a_step_is_no_multiple_are_refused(engine: str, t
     assert read(tmp_path, f"trainer.strategy={engine} {sizes}5").cannot_start is None
 
 
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_a_training_that_is_simulated_is_refused(engine: str, tmp_path: Path) -> None:
+    """``fully_async_trainer_sim.py`` (a9564572)."""
+    job = read(tmp_path, f"trainer.strategy={engine} trainer.fully_async.simulate_training=true")
+    assert "the training is simulated" in str(job.not_supported)
+
+
 @pytest.mark.parametrize("program", ["skyrl.train.entrypoints.serve", "examples.harbor.main_harbor_generate"])
 def test_a_program_that_only_generates_is_refused(program: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(START.replace("skyrl.train.entrypoints.main_base", program))

@@ -257,6 +257,17 @@ def _take_rows(reading: Reading, longest: int, *, pairs: bool) -> None:
             reading.miss(_PACKING, "either", "memlab predicts torch's attention (sdpa): flash-attn takes 16 bits only")
     elif values.pop("packed_sequences", None):
         reading.miss(_PACKING, "more", "rows are padded, and attention then has a mask")
+    _take_own_attention(reading)
+
+
+def _take_own_attention(reading: Reading) -> None:
+    """Takes the function of attention that a job names (nemo_rl/models/automodel/setup.py, version 2 alone)."""
+    key = f"{_DTENSOR}.automodel_kwargs.attn_implementation"
+    own = reading.get(key) if reading.get(f"{_DTENSOR}._v2") else None
+    if own in ("sdpa", "eager") or (own == FLASH and reading.values["dtype"] == "bf16"):
+        reading.take(key, "attn_implementation", own)
+    elif own is not None:
+        reading.miss(key, "either", f"memlab predicts torch's attention (sdpa), not {own}")
 
 
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:

@@ -85,6 +85,8 @@ FRAMEWORK_MISSING = (
     Missing("trainer.mtp.enabled", "more", "multi-token prediction: one more layer and set of logits"),
     Missing("trainer.policy.model.fake_int4_qat.enabled", "either", "weights are quantized in forward"),
     Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
+    Missing("trainer.fully_async.simulate_training", "less", "no step is taken: the training is simulated", blocks=True,
+            of="job"),
     Missing(f"{_ENGINE}.model_dtype", "more", "memlab takes the inference engine's weights in 2 bytes",
             lambda value: value not in (None, "auto", "bfloat16", "float16", "half")),
     Missing(f"{_ENGINE}.speculative_config", "more", "the inference engine has a draft model too", is_given),
