@@ -12,7 +12,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.adapters import adapter_keys
 from memlab.jobs.frameworks.bridge_keys import complete_provider
-from memlab.jobs.frameworks.framework import Framework, Reading, Signs
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, is_given
 from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import (
@@ -156,11 +156,12 @@ def complete(reading: Reading) -> None:
 
 
 def check(reading: Reading) -> None:
-    """Checks ``validate_batch_sizes`` of skyrl/train/utils/utils.py (0.3.0 and a9564572).
+    """Checks ``validate_batch_sizes`` of skyrl/train/utils/utils.py (0.3.0 and a9564572), and `check_turns`.
 
     Raises:
-        CannotStartError: If a step's sequences of a copy of the model are no multiple of a micro-batch.
+        CannotStartError: If a step's sequences of a copy of the model are no multiple of a micro-batch, or by turns.
     """
+    check_turns(reading)
     keys = {"trainer.policy_mini_batch_size": 256, "generator.n_samples_per_prompt": 5}
     check_batches(reading, keys, ("trainer.micro_train_batch_size_per_gpu", 1), "SkyRL")
 
@@ -194,6 +195,24 @@ def longest_row(reading: Reading) -> int:
         return longest
     reading.take(key, "longest", whole)
     return int(values.pop("longest"))
+
+
+def check_turns(reading: Reading) -> None:
+    """Checks the input length of a generation (``validate_generator_cfg`` in skyrl/train/utils/utils.py, a9564572).
+
+    Raises:
+        CannotStartError: If SkyRL refuses it.
+    """
+    key, turns = "generator.max_input_length", reading.get("generator.max_turns", default=1)
+    tokens, prompt = reading.get(key), reading.get("trainer.max_prompt_length", default=512)
+    if not is_whole_number(tokens) or not is_whole_number(prompt) or not is_whole_number(turns):
+        return
+    if tokens < prompt or (tokens > prompt and turns == 1):
+        rule = "be the same with generator.max_turns 1" if turns == 1 else "be at least as many"
+        raise CannotStartError(
+            f"{key} is {tokens} with trainer.max_prompt_length {prompt}, must {rule}, by a rule of SkyRL: change "
+            "one of them"
+        )
 
 
 def compares(reading: Reading) -> bool:
