@@ -151,7 +151,8 @@ def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool, is_executed: 
         announced = [_announced(every, table) for table in tables]
         shown = [_without_announcement(each, announced) for each in shown]
         shown = [each for each in shown if each]
-        is_empty = not shown or (is_heading and len(shown) == 1 and not is_executed and not tables)
+        is_bare_heading = section.startswith("##") and len(shown) == 1  # a title alone is a slide
+        is_empty = not shown or (is_bare_heading and not is_executed and not tables)
         texts = [] if is_empty else ["\n\n".join(shown)]
         for number, shown_text in enumerate(texts + announced):
             slide = nbformat.v4.new_markdown_cell(shown_text)
