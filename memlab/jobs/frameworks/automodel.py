@@ -302,7 +302,7 @@ def _refuse(reading: Reading) -> None:
         if name not in _RECIPES:
             block(reading, key, f"the recipe {name}")
     if _class_of_model(reading) != _CAUSAL:
-        block(reading, "model._target_", f"models of {_class_of_model(reading)}", is_model=True)
+        block(reading, "model._target_", f"models of {_class_of_model(reading)}", of="model")
     for section, begins in _SECTIONS.items():
         keys = [key for key in by_key if key.startswith(f"{section}.")]
         if keys:
