@@ -374,6 +374,15 @@ def test_dense_and_moe_layers_that_follow_a_pattern_are_replayed(pattern: tuple[
         require_identical(one, other)
 
 
+def test_the_last_moe_layer_frees_the_random_states_of_the_dense_layers_before_it() -> None:
+    model = replace(find_architecture("qwen3-moe-tiny"), num_layers=6, moe_layer_freq=(0, 1, 1, 1, 1, 1))
+    arguments = {"num_layers": 6, "seq_length": 64}
+    case = Case(architecture=model, arguments=arguments, settings=[_MLP, _MLP], warm_up=(False, False))
+    (_, stepped), _ = take(case, replay=False)
+    (_, replayed), _ = take(case, replay=True)
+    require_identical(stepped, replayed)
+
+
 def test_a_group_of_stepped_and_replayed_layers_frees_what_their_graphs_keep_where_each_dispatcher_lets_go() -> None:
     records = []
     for replay in (False, True):
