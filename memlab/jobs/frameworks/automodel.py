@@ -11,11 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.config.architectures import Architecture
+from memlab.config.pipeline_layout import FIELD
 from memlab.config.scenario import FAMILIES_OF_AUTOMODEL, Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.automodel_experts import take_experts
 from memlab.jobs.frameworks.automodel_pipeline import (
     composed_of_pipeline,
+    layout_of_parts,
     refuse_schedules,
     take_chunks,
     take_microbatches,
@@ -514,6 +516,8 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         for name in ("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth")
     }
     own["offload_gradients"] = (False, _STAYS)
+    if scenario.layout.pipeline_model_parallel_size > 1:
+        own[FIELD] = (layout_of_parts(scenario), "Automodel gives each part as many layers, the first ones one more")
     if state.model_classes != "transformers":
         own["model_classes"] = ("automodel", "Automodel's version decides it, not a key")
     return of_other_values(scenario, settings, own | checkpoints | own_automodel(scenario, "Automodel"))
@@ -567,6 +571,7 @@ AUTOMODEL = Framework(
             "selective_ac",
             "checkpoint_every",
             "schedule_runs",
+            FIELD,
             "virtual_pipeline_model_parallel_size",
         )
     ),
