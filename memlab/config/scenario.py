@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.config.architectures import Architecture, find_architecture
+from memlab.config.architectures import ARCHITECTURES, Architecture, find_architecture
 from memlab.config.communication_restrictions import check_exchange, check_user_buffers
 from memlab.config.fp8_restrictions import check_fp8
 from memlab.config.from_json import build
@@ -34,6 +34,7 @@ from memlab.config.training_state import AttnImplementation, TrainingState
 from memlab.config.transformers_linears import adapted_linears
 from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
 from memlab.config.versions import OLDER_FILES, Versions
+from memlab.config.vision import VISION_TOWERS, VisionTower
 
 Dtype = Literal["bf16", "fp32"]
 WORKLOAD = ("seq_length", "micro_batch_size", "num_microbatches")
@@ -393,6 +394,7 @@ class Scenario:
         self._check_pipeline_of_fsdp2()
         if self.layout.tensor_model_parallel_size > 1:
             self._check_tensor_parallel_of_fsdp2()
+        self._check_vision_tower()
         if self.state.adam_implementation == "te_fused" and self.state.fsdp_cpu_offload:
             raise RuleError(
                 "adam_implementation is 'te_fused' with fsdp_cpu_offload, must be another, since Transformer Engine's "
@@ -414,6 +416,51 @@ class Scenario:
                 "shards, by a rule of torch's fully_shard: choose another, or leave it out",
                 *("reshard_after_forward_ranks", "dp_replicate_size", "data_parallel_size"),
             )
+
+    def _check_vision_tower(self) -> None:
+        tower, state, model, layout = self.vision_tower, self.state, self.architecture, self.layout
+        if tower is None:
+            return
+        given, images = f"vision_tower is {state.vision_tower!r}", state.images_per_sequence
+        if (model.hidden_size, model.family) != (tower.width, ARCHITECTURES[tower.language_model].family):
+            raise RuleError(
+                f"{given} with {model.name}, must be beside {tower.language_model}, whose width and layers it is made "
+                "for: choose it, or leave vision_tower out",
+                *("vision_tower", "architecture"),
+            )
+        if images is None:
+            raise RuleError(
+                f"{given} and images_per_sequence is not given, which the data decides: give the number of images of "
+                "the samples with the most",
+                *("images_per_sequence", "vision_tower"),
+            )
+        if images * tower.tokens_of_image > self.seq_length:
+            raise RuleError(
+                f"images_per_sequence is {images}, whose {images * tower.tokens_of_image} tokens must fit into the "
+                f"{self.seq_length} of a sequence: choose fewer images, or a longer seq_length",
+                *("images_per_sequence", "seq_length"),
+            )
+        for name, value, is_refused in (
+            ("tensor_model_parallel_size", layout.tensor_model_parallel_size, layout.tensor_model_parallel_size > 1),
+            ("context_parallel_size", layout.context_parallel_size, layout.context_parallel_size > 1),
+            (
+                *("pipeline_model_parallel_size", layout.pipeline_model_parallel_size),
+                layout.pipeline_model_parallel_size > 1,
+            ),
+            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
+            ("fsdp_version", 1, state.fsdp_version == 1),
+            ("dtype", self.dtype, self.dtype != "bf16"),
+            ("attn_implementation", state.attn_implementation, state.attn_implementation == "flash_attention_2"),
+            (
+                *("loss_of_transformers", state.loss_of_transformers),
+                state.loss_of_transformers not in ("cross_entropy", "masked_cross_entropy"),
+            ),
+        ):
+            if is_refused:
+                raise RuleError(
+                    f"{given} with {name} {value!r}, which memlab does not predict together: leave one of the two out",
+                    *("vision_tower", name),
+                )
 
     def _check_parts_of_megatron(self) -> None:
         if self.architecture.experimental_attention_variant is not None:
@@ -1253,6 +1300,12 @@ class Scenario:
         unit = self._chunks_of_a_sequence
         length, longer = divmod(self.seq_length // unit, self.packed_sequences)
         return (length * unit + unit,) * longer + (length * unit,) * (self.packed_sequences - longer)
+
+    @property
+    def vision_tower(self) -> VisionTower | None:
+        """The tower beside the language model; None without one."""
+        name = self.state.vision_tower
+        return None if name is None else VISION_TOWERS[name]
 
     @property
     def attention_of_transformers(self) -> AttnImplementation:

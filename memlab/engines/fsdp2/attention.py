@@ -15,6 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2 import ulysses
 from memlab.engines.fsdp2.context_parallel import attend_over_ranks
 from memlab.engines.fsdp2.selective_checkpoint import as_one_operation
+from memlab.engines.fsdp2.vision import seen_with_images
 from memlab.engines.megatron.layers.flash_attention import flash_attention_of_torch, packed_flash_attention_of_views
 from memlab.engines.megatron.layers.torch_functions import new_random_state
 from memlab.engines.megatron.packed_sequences import ends_of
@@ -72,6 +73,8 @@ def give_masks(module: Any, attention: str) -> None:
 
 
 def _with_mask(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if (is_image := named.get("token_type_ids")) is not None:
+        return inputs, named | {"attention_mask": _seen_with_images(model, is_image, name)}
     received = named["inputs_embeds"] if named.get("input_ids") is None else named["input_ids"]
     tokens, lengths = received.shape[1], named.get("packed_lengths")
     if model.config.model_type in ("gemma2", "gemma3_text"):
@@ -95,6 +98,14 @@ def _with_mask(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tup
     if name == "sdpa" and (lengths is not None or tokens >= (window or tokens + 1)):
         return inputs, named | {"attention_mask": _seen(tokens, lengths, window)}
     return inputs, named
+
+
+def _seen_with_images(model: Any, is_image: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    """Returns the masks of both kinds of layers, each of which has several values for each row."""
+    windows = {"full_attention": None, "sliding_attention": model.language_model.config.sliding_window}
+    masks = {kind: seen_with_images(is_image, window) for kind, window in windows.items()}
+    dtype = model.language_model.embed_tokens.weight.dtype
+    return {kind: _bias(mask, dtype) for kind, mask in masks.items()} if name == "eager" else masks
 
 
 def _seen(tokens: int, lengths: tuple[int, ...] | None, window: int | None, dtype: Any = torch.bool) -> torch.Tensor:
@@ -135,7 +146,9 @@ def _sdpa(
         over_ranks = attend_over_ranks(query, key, value, options["scaling"], group)
         return over_ranks.transpose(1, 2).contiguous(), None
     if mask is None:
-        return flash_attention_of_torch(query, key, value, options["scaling"], as_one_operation), None
+        is_causal = options.get("is_causal") is not False  # a vision tower's is not
+        attend = partial(flash_attention_of_torch, run=as_one_operation, is_causal=is_causal)
+        return attend(query, key, value, options["scaling"]), None
     # transformers copies the keys of each group of heads, since no kernel with a mask takes fewer (``repeat_kv``).
     groups = query.shape[1] // key.shape[1]
     key, value = (_repeated(each, groups) for each in (key, value))

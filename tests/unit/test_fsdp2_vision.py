@@ -1,0 +1,128 @@
+"""Vision towers under FSDP2: transformers' own model with images, live, predicted, and compared with plain torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from memlab import Lab, TrainingState
+from memlab.backends.simulated import predicting
+from memlab.config.architectures import ARCHITECTURES
+from memlab.config.parameters import kept_bytes
+from memlab.config.scenario import Scenario
+from memlab.config.vision import VISION_TOWERS
+
+transformers = pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers")
+
+TINY = replace(ARCHITECTURES["gemma-3-270m"], name="gemma-3-tiny", vocab_size=1024)
+TOKENS, IMAGES = 128, 2
+
+
+def of(freeze: bool = True, images: int | None = IMAGES, num_layers: int = 2, **state: Any) -> Scenario:
+    options = {"vision_tower": "gemma-3-tiny", "images_per_sequence": images, "freeze_vision_tower": freeze} | state
+    return Scenario.of(
+        TINY, num_layers=num_layers, seq_length=TOKENS, engine="fsdp2", state=TrainingState(**options), dtype="bf16"
+    )
+
+
+def model_of(scenario: Scenario, attention: str) -> Any:
+    from memlab.engines.fsdp2.hugging_face import build_model
+
+    torch.manual_seed(1)
+    return build_model(scenario, torch.float32, attention=attention)
+
+
+def step_of(scenario: Scenario, attention: str, *, own: bool) -> tuple[int, dict[str, torch.Tensor]]:
+    """Returns bytes that are saved for backward, without parameters, and gradients, of memlab's pass or transformers'."""
+    from memlab.engines.fsdp2.vision import ImagesPlaced, inputs_with_images
+
+    model = model_of(scenario, attention)
+    tokens = torch.arange(TOKENS).view(1, TOKENS) % 1000
+    inputs = inputs_with_images(scenario, tokens)
+    inputs["pixel_values"] = inputs["pixel_values"].float()
+    parameters = {each.untyped_storage()._cdata for each in model.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (storage := tensor.untyped_storage())._cdata not in parameters:
+            saved[storage._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        if own:
+            with ImagesPlaced():
+                logits = model(**inputs).logits
+        else:
+            logits = model(**inputs).logits
+        loss = model.loss_function(logits=logits, labels=tokens, vocab_size=logits.shape[-1])
+    loss.backward()
+    num_bytes = sum(each.untyped_storage().nbytes() for each in saved.values())
+    return num_bytes, {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_saved_bytes_and_gradients_are_those_of_transformers_in_plain_torch(
+    freeze: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    scenario = of(freeze)
+    ours, gradients = step_of(scenario, "memlab_eager", own=True)
+    theirs, expected = step_of(scenario, "eager", own=False)
+    assert gradients.keys() == expected.keys()
+    assert any("vision_tower" in name for name in gradients) is not freeze
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=0)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_prediction_is_the_step_of_the_cpu_to_the_byte(freeze: bool) -> None:
+    records = []
+    for backend in (predicting("cpu"), "cpu"):
+        with Lab(of(freeze), backend=backend) as lab:
+            lab.step()
+            records.append(lab.step())
+    predicted, live = records
+    assert predicted.static_bytes == live.static_bytes
+    assert predicted.peak_by_category == live.peak_by_category
+    kept = kept_bytes(of(freeze))
+    assert live.static_bytes >= kept.parameters + kept.optimizer > 0.98 * live.static_bytes
+
+
+def test_a_frozen_tower_has_no_moments() -> None:
+    tower = VISION_TOWERS["gemma-3-tiny"]
+    trained, frozen = (kept_bytes(of(freeze)) for freeze in (False, True))
+    assert trained.parameters == frozen.parameters
+    assert trained.optimizer - frozen.optimizer == 4 * tower.num_parameters
+
+
+@pytest.mark.parametrize("name", VISION_TOWERS)
+def test_a_tower_has_the_published_numbers_of_parameters(name: str) -> None:
+    from memlab.engines.fsdp2.hugging_face import build_model
+
+    tower = VISION_TOWERS[name]
+    state = TrainingState(vision_tower=name, images_per_sequence=1)
+    scenario = Scenario.of(tower.language_model, num_layers=1, engine="fsdp2", state=state)
+    with torch.device("meta"):
+        model = build_model(scenario, torch.bfloat16, attention="sdpa")
+    assert model.model.vision_tower.num_parameters() == tower.num_parameters
+    if name == "gemma-3-4b":  # https://huggingface.co/google/gemma-3-4b-it has 4,300,079,472
+        assert ARCHITECTURES[tower.language_model].num_parameters == 4_300_079_472 - 416_866_032 - 2_950_272
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"images": None}, "images_per_sequence is not given, which the data decides: give the number"),
+        ({"images": 9}, "whose 144 tokens must fit into the 128 of a sequence"),
+        ({"attn_implementation": "flash_attention_2"}, "with attn_implementation 'flash_attention_2'"),
+        ({"vision_tower": "gemma-3-4b"}, "must be beside gemma-3-4b-text"),
+    ],
+)
+def test_what_a_tower_does_not_have_is_refused_with_the_rule(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as refused:
+        of(**changes)
+    assert "\n" not in str(refused.value)
