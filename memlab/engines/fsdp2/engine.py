@@ -152,8 +152,8 @@ class Fsdp2Engine:
         for number, layer in enumerate([*self.layers, *of_tower]):
             is_one = is_full and (of_block is None or number < of_block)
             is_one = is_one and (number + 1) % (settings.checkpoint_every or 1) == 0
-            layer.gradient_checkpointing = is_one and not (is_inside or parts)  # type: ignore[assignment]
-            layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+            layer.gradient_checkpointing = is_one and not (is_inside or parts)
+            layer._gradient_checkpointing_func = function
             # NeMo Automodel checkpoints selectively, or parts, inside of what FSDP2 does for the layer.
             for module in (layer, *(getattr(layer, name) for name in parts if hasattr(layer, name))):
                 module.__dict__.pop("forward", None)
