@@ -14,17 +14,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import multiprocessing
-import os
+import re
 import sys
-import tempfile
-import time
-import traceback
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plain_fsdp2 import GIB, JOB_SECONDS, Job, _NoMemory, compared, join, optimizer_of, print_summary
+from benchmarks.forked_jobs import GIB, NoMemory, about_gpu, prepare
+from benchmarks.forked_jobs import measure as measure_jobs
+from benchmarks.plain_fsdp2 import Job, compared, join, optimizer_of, print_summary
 
 SIGLIP = {"model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27,
           "num_attention_heads": 16, "image_size": 896, "patch_size": 14, "vision_use_head": False}  # fmt: skip
@@ -32,13 +31,28 @@ GEMMA = {"hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads":
          "head_dim": 256, "vocab_size": 262208, "sliding_window": 1024}  # fmt: skip
 TINY = {"hidden_size": 640, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1,
         "vocab_size": 1024, "sliding_window": 64}  # fmt: skip
-CHECKPOINTED = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm", "layer_norm1", "layer_norm2")
-IMAGE_TOKENS = 256
+QWEN_TOWER = {"num_heads": 16, "num_position_embeddings": 2304, "patch_size": 16, "spatial_merge_size": 2}
+QWEN = {
+    "qwen3-vl-8b": (
+        {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
+        {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096,
+         "deepstack_visual_indexes": [8, 16, 24]},
+    ),
+    "qwen3-vl-4b": (
+        {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_key_value_heads": 8,
+         "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+        {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560,
+         "deepstack_visual_indexes": [5, 11, 17]},
+    ),
+}  # fmt: skip
+CHECKPOINTED = ("self_attn", "attn", "mlp", "input_layernorm", "post_attention_layernorm", "layer_norm1", "layer_norm2",
+                "norm1", "norm2")  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageJob(Job):
-    """A step of Gemma 3 4B, with all layers of its tower."""
+    """A step of a model with all layers of its tower."""
 
     model: str = "gemma-3-4b"
     num_layers: int = 8
@@ -47,6 +61,13 @@ class ImageJob(Job):
     images: int = 1
     """In each sequence."""
     freeze: bool = True
+    patches: int | None = None
+    """Of each image of Qwen3-VL."""
+
+    @property
+    def image_tokens(self) -> int:
+        """How many tokens of the sequence an image takes."""
+        return self.patches // 4 if self.patches else 256
 
     @property
     def name(self) -> str:
@@ -68,7 +89,36 @@ def jobs() -> list[ImageJob]:
         replace(trained, attn_implementation="eager", fp32_sharded_params=True, seq_length=512),
         replace(frozen, checkpointing=True, attn_implementation="eager", adam_implementation="fused"),
         replace(frozen, num_layers=34, attn_implementation="eager", seq_length=512),
+        qwen := replace(frozen, model="qwen3-vl-8b", patches=3920),
+        replace(qwen, freeze=False, images=2, patches=2048),
+        replace(qwen, model="qwen3-vl-4b", num_layers=36, fp32_sharded_params=True),
+        replace(qwen, model="qwen3-vl-4b", freeze=False, attn_implementation="eager", patches=1024, seq_length=1024),
+        replace(qwen, freeze=False, checkpointing=True, micro_batch_size=2, images=4, patches=1024),
     ]
+
+
+def config_of(job: ImageJob, *, on_gpu: bool) -> Any:
+    """Returns transformers' config of a job's model."""
+    from transformers import AutoConfig
+
+    without = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")) | {"use_cache": False}
+    of_text: dict[str, Any] = {"num_hidden_layers": job.num_layers, **without}
+    if job.model == "gemma-3-4b":
+        sizes = GEMMA if on_gpu else TINY
+        others = {} if on_gpu else {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+        of_text |= {"model_type": "gemma3_text", **sizes}
+        of_tower, kind, more = SIGLIP | others, "gemma3", {"mm_tokens_per_image": 256}
+    else:
+        sizes, own = QWEN[job.model]
+        if not on_gpu:
+            sizes = sizes | {"vocab_size": 1024, "intermediate_size": 256, "hidden_size": 128}
+            own = own | {"hidden_size": 64, "intermediate_size": 64, "depth": 3, "deepstack_visual_indexes": [0, 1]}
+            own |= {"out_hidden_size": 128}
+        rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+        of_text |= {"model_type": "qwen3_vl_text", "rope_parameters": rope, **sizes}
+        of_tower, kind, more = QWEN_TOWER | own, "qwen3_vl", {"tie_word_embeddings": sizes["tie_word_embeddings"]}
+    token = of_text["vocab_size"] - 1
+    return AutoConfig.for_model(kind, text_config=of_text, vision_config=of_tower, image_token_id=token, **more)
 
 
 def build(job: ImageJob, *, on_gpu: bool) -> Any:
@@ -77,36 +127,28 @@ def build(job: ImageJob, *, on_gpu: bool) -> Any:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers import AutoModelForImageTextToText
 
-    kind, sizes = "cuda" if on_gpu else "cpu", GEMMA if on_gpu else TINY
-    others = {} if on_gpu else {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    without = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = AutoConfig.for_model(
-        "gemma3",
-        text_config={"model_type": "gemma3_text", "num_hidden_layers": job.num_layers, **sizes, **without}
-        | {"use_cache": False},
-        vision_config=SIGLIP | others,
-        mm_tokens_per_image=IMAGE_TOKENS,
-        image_token_id=sizes["vocab_size"] - 1,
-    )
+    kind, config = "cuda" if on_gpu else "cpu", config_of(job, on_gpu=on_gpu)
     stored = torch.float32 if job.fp32_sharded_params else torch.bfloat16
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(
             config, dtype=stored, attn_implementation=job.attn_implementation
         ).train()
     inner = model.model
+    tower = inner.vision_tower if hasattr(inner, "vision_tower") else inner.visual
     if job.freeze:
-        inner.vision_tower.requires_grad_(requires_grad=False)
-    of_language, of_tower = inner.language_model.layers, [] if job.freeze else inner.vision_tower.encoder.layers
-    for layer in (*of_language, *of_tower) if job.checkpointing else ():
+        tower.requires_grad_(requires_grad=False)
+    of_language = inner.language_model.layers
+    of_tower = [] if job.freeze else [each for each in tower.modules() if isinstance(each, torch.nn.ModuleList)]
+    for layer in (*of_language, *chain(*of_tower[:1])) if job.checkpointing else ():
         for name in CHECKPOINTED:
             if hasattr(layer, name):
                 wrapped = checkpoint_wrapper(getattr(layer, name), checkpoint_impl=CheckpointImpl.NO_REENTRANT)
                 setattr(layer, name, wrapped)
     mesh = init_device_mesh(kind, (job.num_ranks,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layers in (of_tower, of_language):
+    for layers in (*of_tower, of_language):
         for layer in layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=layer is not layers[-1])
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -117,10 +159,14 @@ def build(job: ImageJob, *, on_gpu: bool) -> Any:
         parameter.to_local().detach().normal_(0, 0.02)
     rotary = inner.language_model.rotary_emb  # its angles have been on meta
     inner.language_model.rotary_emb = type(rotary)(config.text_config).to(kind)
-    embedded = inner.vision_tower.embeddings
-    embedded.position_ids = torch.arange(embedded.num_positions, device=kind).expand((1, -1))
     embedding = inner.language_model.embed_tokens
-    embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, device=kind)
+    if job.patches:
+        rotary = tower.rotary_pos_emb
+        tower.rotary_pos_emb = type(rotary)(config.vision_config).to(kind)
+    else:
+        embedded = tower.embeddings
+        embedded.position_ids = torch.arange(embedded.num_positions, device=kind).expand((1, -1))
+        embedding.embed_scale = torch.tensor(embedding.scalar_embed_scale, device=kind)
     return model
 
 
@@ -131,25 +177,25 @@ def inputs_of(job: ImageJob, config: Any, device: str) -> dict[str, Any]:
     vocabulary, rows = config.text_config.vocab_size, job.micro_batch_size
     tokens = torch.randint(vocabulary - 2, (rows, job.seq_length), device=device)
     is_image = torch.zeros_like(tokens)
-    is_image[:, : job.images * IMAGE_TOKENS] = 1
+    for number in range(job.images):
+        is_image[:, number * (job.image_tokens + 1) : (number + 1) * (job.image_tokens + 1) - 1] = 1
     tokens[is_image == 1] = vocabulary - 1
-    size = config.vision_config.image_size
-    pixels = torch.rand(rows * job.images, 3, size, size, device=device).to(torch.bfloat16)
-    return {
-        "input_ids": tokens,
-        "attention_mask": torch.ones_like(tokens),
-        "token_type_ids": is_image,
-        "pixel_values": pixels,
-        "labels": tokens.clone(),
-    }
+    images, size = rows * job.images, config.vision_config
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
+    if job.patches:
+        pixels = torch.rand(images * job.patches, 3 * 2 * size.patch_size**2, device=device)
+        grid = torch.tensor([[1, 2, job.patches // 2]] * images, device=device)
+        return inputs | {"mm_token_type_ids": is_image, "pixel_values": pixels, "image_grid_thw": grid}
+    pixels = torch.rand(images, 3, size.image_size, size.image_size, device=device).to(torch.bfloat16)
+    return inputs | {"token_type_ids": is_image, "pixel_values": pixels}
 
 
-def take_steps(job: ImageJob, shared: str, *, on_gpu: bool) -> dict[str, Any]:
+def take_steps(job: ImageJob, rank: int, shared: str, *, on_gpu: bool) -> dict[str, Any]:
     """Takes three steps, and returns what the last one needed."""
     import torch
 
-    memory: Any = torch.cuda if on_gpu else _NoMemory()
-    join(job, 0, shared, on_gpu=on_gpu)
+    memory: Any = torch.cuda if on_gpu else NoMemory()
+    join(job, rank, shared, on_gpu=on_gpu)
     model = build(job, on_gpu=on_gpu)
     optimizer = optimizer_of(job, model)
     row: dict[str, Any] = {}
@@ -184,50 +230,20 @@ def take_steps(job: ImageJob, shared: str, *, on_gpu: bool) -> dict[str, Any]:
         optimizer.zero_grad()
         row |= {"peak": max(row["phases"].values()), "reserved": memory.max_memory_reserved(), "loss": loss}
     if on_gpu:
-        row |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        free, total = torch.cuda.mem_get_info()
-        row["outside_torch"] = total - free - memory.memory_reserved()
+        row |= about_gpu()
     return row
 
 
-def run(job: ImageJob, shared: str, on_gpu: bool) -> None:
-    """Takes the steps of a job, and writes the last one's row."""
-    try:
-        row = take_steps(job, shared, on_gpu=on_gpu)
-    except BaseException as error:  # noqa: BLE001 - the other jobs go on
-        row = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-    (Path(shared) / "row").write_text(json.dumps(row))
-    os._exit(0)
-
-
-def measure(folder: Path, seconds: float) -> int:
-    """Takes the jobs, and appends a line for each; returns how many failed."""
-    started, failed = time.monotonic(), 0
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA itself could not be used after a fork
-    folder.mkdir(parents=True, exist_ok=True)
-    import torch
-    import torch.distributed.fsdp
-    import transformers.models.gemma3.modeling_gemma3
-    import transformers.models.siglip.modeling_siglip  # noqa: F401 - before the processes are forked
-
-    on_gpu, context = torch.cuda.device_count() > 0, multiprocessing.get_context("fork")
-    for job in jobs():
-        if time.monotonic() - started > seconds:
-            break
-        taken = job if on_gpu else replace(job, num_ranks=1, one_process=False)
-        with tempfile.TemporaryDirectory() as shared:
-            process = context.Process(target=run, args=(taken, shared, on_gpu))
-            process.start()
-            process.join(JOB_SECONDS if on_gpu else 300)
-            process.kill()
-            written = Path(shared) / "row"
-            row = json.loads(written.read_text()) if written.exists() else {"error": "ended"}
-        failed += "error" in row
-        with (folder / "steps.jsonl").open("a") as lines:
-            lines.write(json.dumps({"name": job.name, "job": asdict(job), **row}) + "\n")
-        figures = row.get("error") or {key: round(row[key] / GIB, 3) for key in ("start", "peak", "reserved")}
-        print(f"{time.monotonic() - started:.0f} s: {job.name}: {figures} {row.get('loss')}", flush=True)
-    return failed
+def measure(folder: Path, only: str, seconds: float) -> int:
+    """Takes the jobs; returns how many failed."""
+    num_gpus = prepare(("gemma3", "siglip", "qwen3_vl"))
+    wanted = [job for job in jobs() if re.search(only, job.name)]
+    rehearsed = (
+        wanted
+        if num_gpus
+        else [replace(job, num_ranks=1, one_process=False, num_layers=2, patches=job.patches and 64) for job in wanted]
+    )
+    return measure_jobs(rehearsed, take_steps, folder, seconds)
 
 
 def predicted_of(job: ImageJob) -> dict[str, int]:
@@ -237,7 +253,8 @@ def predicted_of(job: ImageJob) -> dict[str, int]:
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     settings = MemorySettings(**full) if job.checkpointing else None  # type: ignore[arg-type]
     state = TrainingState(
-        vision_tower="gemma-3-4b",
+        vision_tower=job.model,  # type: ignore[arg-type]
+        patches_per_image=job.patches,
         images_per_sequence=job.images,
         freeze_vision_tower=job.freeze,
         fp32_sharded_params=job.fp32_sharded_params,
@@ -246,7 +263,8 @@ def predicted_of(job: ImageJob) -> dict[str, int]:
     )
     sizes = {name: getattr(job, name) for name in ("num_layers", "seq_length", "micro_batch_size", "num_microbatches")}
     layout = Layout(data_parallel_size=job.num_ranks)
-    with Lab("gemma-3-4b-text", **sizes, engine="fsdp2", layout=layout, state=state, backend="simulated") as lab:
+    language_model = {"gemma-3-4b": "gemma-3-4b-text"}.get(job.model, job.model.replace("-vl", ""))
+    with Lab(language_model, **sizes, engine="fsdp2", layout=layout, state=state, backend="simulated") as lab:
         lab.step(settings)  # after a warm-up step
         record = lab.step(settings)
     return {
@@ -274,7 +292,8 @@ def predict(file: Path) -> int:
             print(f"{row['name']}: not measured: {row['error']}")
             continue
         job = ImageJob(**row["job"])
-        print(f"{job.name}: {compared(predicted_of(job), row, errors)}", flush=True)
+        (measured,) = row["ranks"]
+        print(f"{job.name}: {compared(predicted_of(job), measured, errors)}", flush=True)
     print_summary(errors)
     return sum(abs(percent) > 1 for percent in errors["peak"])
 
@@ -285,6 +304,7 @@ def main() -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure")
     measuring.add_argument("folder", type=Path)
+    measuring.add_argument("--only", default="", help="a regular expression for the names of jobs")
     measuring.add_argument("--seconds", type=float, default=480)
     for name in ("predict", "predict-jobs"):
         commands.add_parser(name).add_argument("file", type=Path)
@@ -292,7 +312,11 @@ def main() -> int:
     if arguments.command == "predict-jobs":
         predict_jobs(arguments.file)
         return 0
-    return predict(arguments.file) if arguments.command == "predict" else measure(arguments.folder, arguments.seconds)
+    return (
+        predict(arguments.file)
+        if arguments.command == "predict"
+        else measure(arguments.folder, arguments.only, arguments.seconds)
+    )
 
 
 if __name__ == "__main__":

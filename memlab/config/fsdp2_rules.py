@@ -132,9 +132,19 @@ class Fsdp2Rules:
                 "the samples with the most",
                 *("images_per_sequence", "vision_tower"),
             )
-        if images * tower.tokens_of_image > self.seq_length:
+        patches = state.patches_per_image
+        if (patches is None) is (tower.patches_of_image is None) or (patches or 0) % tower.patches_of_token:
+            rule = "be left out, since this tower scales each image to one size"
+            if tower.patches_of_image is None:
+                rule = f"be given, a multiple of {tower.patches_of_token}: the data decides the size of images"
             raise RuleError(
-                f"images_per_sequence is {images}, whose {images * tower.tokens_of_image} tokens must fit into the "
+                f"patches_per_image is {patches} with {given}, must {rule}: correct it",
+                *("patches_per_image", "vision_tower"),
+            )
+        tokens = images * (tower.tokens_of_image(patches) + 1)
+        if tokens > self.seq_length:
+            raise RuleError(
+                f"images_per_sequence is {images}, whose {tokens} tokens, with one behind each, must fit into the "
                 f"{self.seq_length} of a sequence: choose fewer images, or a longer seq_length",
                 *("images_per_sequence", "seq_length"),
             )
@@ -148,6 +158,7 @@ class Fsdp2Rules:
             ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
             ("fsdp_version", 1, state.fsdp_version == 1),
             ("dtype", self.dtype, self.dtype != "bf16"),
+            ("model_classes", state.model_classes, state.model_classes != "transformers"),
             ("attn_implementation", state.attn_implementation, state.attn_implementation == "flash_attention_2"),
             (
                 *("loss_of_transformers", state.loss_of_transformers),

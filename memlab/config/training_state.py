@@ -757,8 +757,8 @@ class TrainingState:
     )
     vision_tower: VisionTowerName | None = option(
         None,
-        "vision tower of transformers' model beside the language model, with its projector: that of Gemma 3 4B, or a "
-        "tiny one beside Gemma 3 270M (default: no tower)",
+        "vision tower of transformers' model beside the language model, with its projector: that of Gemma 3 4B, of "
+        "Qwen3-VL 4B or 8B, or a tiny one (default: no tower)",
         rebuilds="model",
         **_LOOP_OF_FSDP2,
     )
@@ -773,6 +773,17 @@ class TrainingState:
         at_most=2**16,
         **_LOOP_OF_FSDP2,
     )
+    patches_per_image: int | None = option(
+        None,
+        "number of patches of each image, before several become one token, of towers that take images of any size: "
+        "give that of the largest images",
+        rebuilds="model",
+        needs="vision_tower",
+        shown_for_none=0,
+        at_most=2**24,
+        **_LOOP_OF_FSDP2,
+    )
+    """Gemma 3 scales each image to 4,096 patches."""
     freeze_vision_tower: bool = option(
         False,
         "train the language model and the projector, and not the tower, whose parameters FSDP2 then shards with those "

@@ -448,6 +448,10 @@ def test_a_recipe_for_images_asks_how_many_a_sample_has(changes: str, freezes: b
     assert (state.lora and state.lora.rank) == lora
     assert "freeze_config.freeze_embeddings" in job.without_effect
     assert {"vision_tower", "images_per_sequence"} <= written("automodel", scenario, settings).unsaid.keys()
+    own = own.replace("google/gemma-3-4b-it", "Qwen/Qwen3-VL-8B-Instruct") + ", dataset.num_images_per_sample: 2"
+    assert "give --set processor.max_pixels=NUMBER" in read(tmp_path, f"{{{own}}}").questions[0]
+    state = read(tmp_path, f"{{{own}, processor.max_pixels: 1003520}}").required()[0].state
+    assert (state.vision_tower, state.patches_per_image, state.model_classes) == ("qwen3-vl-8b", 3920, "transformers")
     texts = read(tmp_path, "{dataset.num_images_per_sample: 2}")
     assert texts.required()[0].state.vision_tower is None and "dataset.num_images_per_sample" in texts.without_effect
 

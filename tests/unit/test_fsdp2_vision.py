@@ -17,14 +17,19 @@ from memlab.config.vision import VISION_TOWERS
 
 transformers = pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers")
 
-TINY = replace(ARCHITECTURES["gemma-3-270m"], name="gemma-3-tiny", vocab_size=1024)
-TOKENS, IMAGES = 128, 2
+GEMMA = replace(ARCHITECTURES["gemma-3-270m"], name="gemma-3-tiny", vocab_size=1024)
+TINY = {"gemma-3-tiny": GEMMA, "qwen3-vl-tiny": ARCHITECTURES["qwen3-dense-tiny"]}
+TOKENS, IMAGES, PATCHES = 128, 2, 64
+PUBLISHED = {"gemma-3-4b": 4_300_079_472, "qwen3-vl-4b": 4_437_815_808, "qwen3-vl-8b": 8_767_123_696}
+"""https://huggingface.co/google/gemma-3-4b-it and Qwen/Qwen3-VL-4B-Instruct and 8B."""
+BOTH = [(name, freeze) for name in TINY for freeze in (True, False)]
 
 
-def of(freeze: bool = True, images: int | None = IMAGES, num_layers: int = 2, **state: Any) -> Scenario:
-    options = {"vision_tower": "gemma-3-tiny", "images_per_sequence": images, "freeze_vision_tower": freeze} | state
+def of(name: str = "gemma-3-tiny", freeze: bool = True, images: int | None = IMAGES, **state: Any) -> Scenario:
+    options = {"vision_tower": name, "images_per_sequence": images, "freeze_vision_tower": freeze}
+    options["patches_per_image"] = PATCHES if name.startswith("qwen") else None
     return Scenario.of(
-        TINY, num_layers=num_layers, seq_length=TOKENS, engine="fsdp2", state=TrainingState(**options), dtype="bf16"
+        TINY[name], num_layers=2, seq_length=TOKENS, engine="fsdp2", state=TrainingState(**options | state)
     )
 
 
@@ -40,9 +45,11 @@ def step_of(scenario: Scenario, attention: str, *, own: bool) -> tuple[int, dict
     from memlab.engines.fsdp2.vision import ImagesPlaced, inputs_with_images
 
     model = model_of(scenario, attention)
-    tokens = torch.arange(TOKENS).view(1, TOKENS) % 1000
+    tokens = torch.arange(TOKENS).view(1, TOKENS) % 200
     inputs = inputs_with_images(scenario, tokens)
     inputs["pixel_values"] = inputs["pixel_values"].float()
+    if not own and hasattr(model.model.language_model, "_deepstack_process"):
+        del model.model.language_model._deepstack_process  # transformers' own is the class's
     parameters = {each.untyped_storage()._cdata for each in model.parameters()}
     saved: dict[int, torch.Tensor] = {}
 
@@ -63,40 +70,46 @@ def step_of(scenario: Scenario, attention: str, *, own: bool) -> tuple[int, dict
     return num_bytes, {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
 
 
-@pytest.mark.parametrize("freeze", [True, False])
+@pytest.mark.parametrize(("name", "freeze"), BOTH)
 def test_saved_bytes_and_gradients_are_those_of_transformers_in_plain_torch(
-    freeze: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, freeze: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from memlab.engines.fsdp2 import attention
+
+    def seen(tokens: int, _lengths: None, _window: None, dtype: torch.dtype) -> torch.Tensor:
+        return attention._bias(torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril(), dtype)
+
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    scenario = of(freeze)
+    monkeypatch.setattr(attention, "_seen", seen)
+    scenario = of(name, freeze)
     ours, gradients = step_of(scenario, "memlab_eager", own=True)
     theirs, expected = step_of(scenario, "eager", own=False)
     assert gradients.keys() == expected.keys()
-    assert any("vision_tower" in name for name in gradients) is not freeze
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=0, atol=0)
+    assert any("vision_tower" in each or "visual" in each for each in gradients) is not freeze
+    for each, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[each], rtol=0, atol=0)
     assert ours == theirs
 
 
-@pytest.mark.parametrize("freeze", [True, False])
-def test_a_prediction_is_the_step_of_the_cpu_to_the_byte(freeze: bool) -> None:
+@pytest.mark.parametrize(("name", "freeze"), BOTH)
+def test_a_prediction_is_the_step_of_the_cpu_to_the_byte(name: str, freeze: bool) -> None:
     records = []
     for backend in (predicting("cpu"), "cpu"):
-        with Lab(of(freeze), backend=backend) as lab:
+        with Lab(of(name, freeze), backend=backend) as lab:
             lab.step()
             records.append(lab.step())
     predicted, live = records
     assert predicted.static_bytes == live.static_bytes
     # A norm of the tower keeps mean and deviation of each patch in fp32 on a GPU, and in bf16 on a CPU.
-    patches, norms = IMAGES * 64, 0 if freeze else 2 * 3 + 1
-    assert predicted.peak_allocated_bytes - live.peak_allocated_bytes == norms * patches * 2 * 2
-    kept = kept_bytes(of(freeze))
+    norms = 0 if freeze else 2 * 3 + 1
+    assert predicted.peak_allocated_bytes - live.peak_allocated_bytes == norms * IMAGES * PATCHES * 2 * 2
+    kept = kept_bytes(of(name, freeze))
     assert live.static_bytes >= kept.parameters + kept.optimizer > 0.98 * live.static_bytes
 
 
 def test_a_frozen_tower_has_no_moments() -> None:
     tower = VISION_TOWERS["gemma-3-tiny"]
-    trained, frozen = (kept_bytes(of(freeze)) for freeze in (False, True))
+    trained, frozen = (kept_bytes(of(freeze=freeze)) for freeze in (False, True))
     assert trained.parameters == frozen.parameters
     assert trained.optimizer - frozen.optimizer == 4 * tower.num_parameters
 
@@ -106,22 +119,27 @@ def test_a_tower_has_the_published_numbers_of_parameters(name: str) -> None:
     from memlab.engines.fsdp2.hugging_face import build_model
 
     tower = VISION_TOWERS[name]
-    state = TrainingState(vision_tower=name, images_per_sequence=1)
-    scenario = Scenario.of(tower.language_model, num_layers=1, engine="fsdp2", state=state)
+    patches = tower.patches_of_token if tower.patches_of_image is None else None
+    state = TrainingState(vision_tower=name, images_per_sequence=1, patches_per_image=patches)
+    language = ARCHITECTURES[tower.language_model]
+    scenario = Scenario.of(language, num_layers=1, engine="fsdp2", state=state)
     with torch.device("meta"):
-        model = build_model(scenario, torch.bfloat16, attention="sdpa")
-    assert model.model.vision_tower.num_parameters() == tower.num_parameters
-    if name == "gemma-3-4b":  # https://huggingface.co/google/gemma-3-4b-it has 4,300,079,472
-        assert ARCHITECTURES[tower.language_model].num_parameters == 4_300_079_472 - 416_866_032 - 2_950_272
+        built = build_model(scenario, torch.bfloat16, attention="sdpa").num_parameters()
+    of_tower = tower.num_parameters + tower.num_parameters_of_projector
+    assert built == language.with_layers(1).num_parameters + of_tower
+    if name in PUBLISHED:
+        assert language.num_parameters + of_tower == PUBLISHED[name]
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"images": None}, "images_per_sequence is not given, which the data decides: give the number"),
-        ({"images": 9}, "whose 144 tokens must fit into the 128 of a sequence"),
+        ({"images": 9}, "whose 153 tokens, with one behind each, must fit into the 128 of a sequence"),
         ({"attn_implementation": "flash_attention_2"}, "with attn_implementation 'flash_attention_2'"),
         ({"vision_tower": "gemma-3-4b"}, "must be beside gemma-3-4b-text"),
+        ({"patches_per_image": 64}, "must be left out, since this tower scales each image to one size"),
+        ({"name": "qwen3-vl-tiny", "patches_per_image": None}, "must be given, a multiple of 4: the data decides"),
     ],
 )
 def test_what_a_tower_does_not_have_is_refused_with_the_rule(changes: dict[str, Any], words: str) -> None:

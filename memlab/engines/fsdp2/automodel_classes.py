@@ -20,7 +20,7 @@ from memlab.meter.labels import keeping
 
 CHECKPOINTED = (
     *("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
-    *("layer_norm1", "layer_norm2"),  # of a tower
+    *("attn", "layer_norm1", "layer_norm2", "norm1", "norm2"),  # of a tower
 )
 """The parts of a layer that have a checkpoint each (``apply_submodule_checkpointing``), where the whole layer has one
 of a class of transformers without a tower (``_should_use_hf_native_gradient_checkpointing`` in

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from memlab.engines.fsdp2.context_parallel import mesh_of
 from memlab.engines.fsdp2.fused_adam import FusedAdamOfShards
 from memlab.engines.fsdp2.hugging_face import build_model
 from memlab.engines.fsdp2.tensor_parallel import clip, divide
-from memlab.engines.fsdp2.vision import language_model_of, trained_layers
+from memlab.engines.fsdp2.vision import language_model_of, trained_lists
 from memlab.meter.labels import keeping, on_host
 from memlab.meter.observers import unobserved
 
@@ -86,9 +87,9 @@ class ShardedModel:
 
     def set_gathering(self, state: TrainingState) -> None:
         """Says which layers free their gathered parameters after forward, and which are gathered ahead of time."""
-        which, layers, of_tower = state.reshard_after_forward, self.layers, trained_layers(self.inner)
-        last = {language_model_of(root).layers[-1] for root in self.roots} | {*of_tower[-1:]}
-        both = (*layers, *of_tower)
+        which, layers, of_tower = state.reshard_after_forward, self.layers, trained_lists(self.inner)
+        last = {language_model_of(root).layers[-1] for root in self.roots} | {modules[-1] for modules in of_tower}
+        both = (*layers, *chain(*of_tower))
         freed = {layer: which == "all" or (which == "all_but_last" and layer not in last) for layer in both}
         freed |= {one: freed[layer] for layer in layers if (one := experts_of(layer)) in self._experts}
         freed |= dict.fromkeys(self._embedding, which != "none")
@@ -105,9 +106,10 @@ class ShardedModel:
             for number, layer in enumerate(layers):
                 layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + after])
                 layer.set_modules_to_backward_prefetch(layers[max(0, number - before) : number][::-1])
-        for number, layer in enumerate(of_tower):
-            layer.set_modules_to_forward_prefetch(of_tower[number + 1 : number + 1 + after])
-            layer.set_modules_to_backward_prefetch(of_tower[max(0, number - before) : number][::-1])
+        for modules in of_tower:
+            for number, module in enumerate(modules):
+                module.set_modules_to_forward_prefetch(modules[number + 1 : number + 1 + after])
+                module.set_modules_to_backward_prefetch(modules[max(0, number - before) : number][::-1])
 
     def set_gradient_sync(self, is_last: bool) -> None:
         """Says whether the next backward reduces gradients."""
@@ -191,7 +193,7 @@ class ShardedModel:
             self._embedding = _present(language_model_of(root).embed_tokens for root in self.roots)
             if state.separate_embeddings == "both":
                 self._output = _present(root.lm_head for root in self.roots)
-        units = [*trained_layers(self.inner), *self.layers, *self._embedding, *self._output, *self.roots]
+        units = [*chain(*trained_lists(self.inner)), *self.layers, *self._embedding, *self._output, *self.roots]
         if scenario.layout.expert_model_parallel_size > 1:
             shards = spread_experts(self.layers, scenario, mesh_device)
             experts = [one for one in map(experts_of, self.layers) if one is not None]

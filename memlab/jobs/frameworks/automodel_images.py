@@ -7,12 +7,14 @@ images a sample has is the data's; only a mock dataset says it.
 from __future__ import annotations
 
 from memlab.config.architectures import plain_name
-from memlab.config.vision import VISION_TOWERS
+from memlab.config.vision import VISION_TOWERS, VisionTower
 from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.keys import COUNT
 
 RECIPE = "FinetuneRecipeForVLM"
 CLASS = "NeMoAutoModelForImageTextToText"
 IMAGES = "dataset.num_images_per_sample"
+_PIXELS = "processor.max_pixels"
 _ATTENTION, _FREEZE = "model.attn_implementation", "freeze_config.freeze_vision_tower"
 _BY_MODEL = {published: name for name, tower in VISION_TOWERS.items() for published in tower.published}
 
@@ -34,12 +36,32 @@ def take_tower(reading: Reading) -> None:
     if reading.get(_ATTENTION) == "eager":
         reading.take(_ATTENTION, "attn_implementation", "eager")
     reading.not_modelled = [one for one in reading.not_modelled if one.key not in (_FREEZE, _ATTENTION)]
+    values["is_of_transformers"] = True
+    if VISION_TOWERS[name].patches_of_image is None:
+        _take_patches(reading, VISION_TOWERS[name])
     if values.get("images_per_sequence") is None:
         values["images_per_sequence"] = 1  # of a job that is not built
         reading.questions.append(
             f"the number of images in each sample: it is the data's, and not in the file: give --set {IMAGES}=NUMBER, "
             "that of the samples with the most"
         )
+
+
+def _take_patches(reading: Reading, tower: VisionTower) -> None:
+    """Takes the most patches that the processor makes of an image, which it scales to so many pixels at most."""
+    pixels = reading.get(_PIXELS)
+    if pixels is not None:
+        patches = COUNT.read(pixels) // tower.patch_size**2
+        reading.take(_PIXELS, "patches_per_image", patches // tower.patches_of_token * tower.patches_of_token)
+        reading.warnings.append(
+            f"images have at most {reading.values['patches_per_image']} patches, by {_PIXELS}, and memlab takes images "
+            f"that large: give --set {_PIXELS}=NUMBER for smaller ones"
+        )
+        return
+    reading.values["patches_per_image"] = tower.patches_of_token  # of a job that is not built
+    reading.questions.append(
+        f"the size of images: it is the data's, and not in the file: give --set {_PIXELS}=NUMBER, that of the largest"
+    )
 
 
 def drop_images(reading: Reading) -> None:

@@ -23,7 +23,7 @@ PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower")
 """What ``freeze_config`` of NeMo Automodel can freeze; nothing there reads ``freeze_embeddings`` (36044ad3, 0.7.0)."""
 ATTENTION = get_args(AttnImplementation)
 EXCHANGE = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_deepep_num_sms")
-OF_TOWERS = ("vision_tower", "images_per_sequence", "freeze_vision_tower")
+OF_TOWERS = ("vision_tower", "images_per_sequence", "patches_per_image", "freeze_vision_tower")
 OF_OWN_EXPERTS = ("fake_balanced_gate", "linear_implementation")
 """Options of NeMo Automodel's own classes of models with experts."""
 NO_EXCHANGE = dict.fromkeys(EXCHANGE, "its ranks exchange no tokens of experts") | dict.fromkeys(
