@@ -452,6 +452,8 @@ def test_a_recipe_for_images_asks_how_many_a_sample_has(changes: str, freezes: b
     assert "give --set processor.max_pixels=NUMBER" in read(tmp_path, f"{{{own}}}").questions[0]
     state = read(tmp_path, f"{{{own}, processor.max_pixels: 1003520}}").required()[0].state
     assert (state.vision_tower, state.patches_per_image, state.model_classes) == ("qwen3-vl-8b", 3920, "transformers")
+    packed = read(tmp_path, f"{{{own}, processor.max_pixels: 1003520, packed_sequence.pack_size: 8192}}")
+    assert packed.lacks == ("rows of packed samples with images",)
     texts = read(tmp_path, "{dataset.num_images_per_sample: 2}")
     assert texts.required()[0].state.vision_tower is None and "dataset.num_images_per_sample" in texts.without_effect
 

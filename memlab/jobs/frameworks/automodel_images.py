@@ -9,12 +9,14 @@ from __future__ import annotations
 from memlab.config.architectures import plain_name
 from memlab.config.vision import VISION_TOWERS, VisionTower
 from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.fsdp2 import block
 from memlab.jobs.frameworks.keys import COUNT
 
 RECIPE = "FinetuneRecipeForVLM"
 CLASS = "NeMoAutoModelForImageTextToText"
 IMAGES = "dataset.num_images_per_sample"
 _PIXELS = "processor.max_pixels"
+_PACKED = ("packed_sequence.packed_sequence_size", "packed_sequence.pack_size")
 _ATTENTION, _FREEZE = "model.attn_implementation", "freeze_config.freeze_vision_tower"
 _BY_MODEL = {published: name for name, tower in VISION_TOWERS.items() for published in tower.published}
 
@@ -37,6 +39,9 @@ def take_tower(reading: Reading) -> None:
         reading.take(_ATTENTION, "attn_implementation", "eager")
     reading.not_modelled = [one for one in reading.not_modelled if one.key not in (_FREEZE, _ATTENTION)]
     values["is_of_transformers"] = True
+    if (values.get("packed_tokens") or 0) > 0:
+        packed = next(key for key in _PACKED if reading.get(key))
+        block(reading, packed, "rows of packed samples with images")
     if VISION_TOWERS[name].patches_of_image is None:
         _take_patches(reading, VISION_TOWERS[name])
     if values.get("images_per_sequence") is None:
