@@ -19,6 +19,9 @@ from torch.overrides import TorchFunctionMode
 from memlab.config.scenario import Scenario
 from memlab.config.vision import VisionTower
 
+COMPUTED_BY_MODEL = ("position_ids", "image_position_ids", "image_interp_indices", "image_interp_weights")
+"""What transformers computes of the sizes of images, and drops when forward ends, where a prediction has to give it."""
+
 
 def build_with_tower(tower: VisionTower, text: Any, dtype: torch.dtype, attention: str) -> Any:
     """Returns transformers' model with its tower.
@@ -119,6 +122,7 @@ def _of_grid(tokens: torch.Tensor, images: int, patches: int, is_image: torch.Te
     places, all_patches = torch.zeros((3, *tokens.shape), dtype=torch.int64, device="cpu"), images * patches
     return {
         "image_grid_thw": np.array([[1, 2, patches // 2]] * images),
+        "mm_token_type_ids": is_image,
         "position_ids": places,
         "image_cu_seqlens": np.arange(images + 1) * patches,
         "image_position_ids": torch.zeros((all_patches, 2), dtype=torch.int64, device="cpu"),
