@@ -312,7 +312,7 @@ def _refuse(reading: Reading) -> None:
         if name not in (*_RECIPES, *(RECIPE,) * has_images):
             block(reading, key, f"the recipe {name}")
     if _class_of_model(reading) != _CAUSAL and not has_images:
-        block(reading, "model._target_", f"models of {_class_of_model(reading)}", is_model=True)
+        block(reading, "model._target_", f"models of {_class_of_model(reading)}", of="model")
     for section, begins in _SECTIONS.items():
         keys = [key for key in by_key if key.startswith(f"{section}.")]
         if keys:
