@@ -653,6 +653,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         _row("gemma-3-1b", 26, 1152, 6912, 4, family="gemma3_text", num_query_groups=1, vocab_size=262144,
              qk_layernorm=True, window_size=(511, 0), window_attn_skip_freq=(*(1, 1, 1, 1, 1, 0) * 4, 1, 1),
              **(_GEMMA | {"rotary_base": 1e6})),
+        # The language model of https://huggingface.co/google/gemma-3-4b-it/blob/main/config.json, whose tower is an
+        # option. (How its angles are scaled changes no tensor's size; they are not scaled here.)
+        _row("gemma-3-4b-text", 34, 2560, 10240, 8, family="gemma3_text", num_query_groups=4, vocab_size=262208,
+             qk_layernorm=True, window_size=(1023, 0), window_attn_skip_freq=(*(1, 1, 1, 1, 1, 0) * 5, 1, 1, 1, 1),
+             **(_GEMMA | {"rotary_base": 1e6})),
         # https://huggingface.co/ibm-granite/granite-3.3-2b-instruct/blob/main/config.json
         _row("granite-3.3-2b", 40, 2048, 8192, 32, family="granite", num_query_groups=8, kv_channels=64,
              vocab_size=49159, rotary_base=1e7, layernorm_epsilon=1e-5, tied=True),

@@ -54,6 +54,7 @@ COUNTED_PARAMETERS = {
     "gemma-7b": 8_537_680_896,
     "gemma-2-9b": 9_241_705_984,
     "gemma-3-270m": 268_098_176,
+    "gemma-3-4b-text": 3_880_263_168,  # google/gemma-3-4b-it has 4,300,079,472 with tower and projector
     "gemma-3-1b": 999_885_952,
     "granite-3.3-2b": 2_533_539_840,
     "olmo-2-1b": 1_484_916_736,

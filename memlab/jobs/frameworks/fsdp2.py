@@ -19,10 +19,11 @@ from memlab.jobs.frameworks.megatron_lm import common
 
 FROZEN = "frozen parts have no gradients and no optimizer state"
 OWN_PLAN = "a plan of the job's own may divide other matrices"
-PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower", "embeddings")
-"""What ``freeze_config`` of NeMo Automodel can freeze."""
+PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower")
+"""What ``freeze_config`` of NeMo Automodel can freeze; nothing there reads ``freeze_embeddings`` (36044ad3, 0.7.0)."""
 ATTENTION = get_args(AttnImplementation)
 EXCHANGE = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_deepep_num_sms")
+OF_TOWERS = ("vision_tower", "images_per_sequence", "patches_per_image", "freeze_vision_tower")
 OF_OWN_EXPERTS = ("fake_balanced_gate", "linear_implementation")
 """Options of NeMo Automodel's own classes of models with experts."""
 NO_EXCHANGE = dict.fromkeys(EXCHANGE, "its ranks exchange no tokens of experts") | dict.fromkeys(
@@ -30,6 +31,7 @@ NO_EXCHANGE = dict.fromkeys(EXCHANGE, "its ranks exchange no tokens of experts")
 )
 """For `Framework.cannot_write`, where transformers' classes are built."""
 NO_STAGES = dict.fromkeys(("schedule_runs", "return_outputs"), "its jobs with FSDP have no pipeline stages")
+NO_TOWER = dict.fromkeys(OF_TOWERS, "memlab reads its jobs for texts only")
 """For `Framework.cannot_write`, where ranks share a model by FSDP, and not by stages."""
 FLASH = "flash_attention_2"
 OUTPUT_LAYER = "lm_head"
@@ -244,7 +246,7 @@ def take_adapters(
 
 def freezes_language(reading: Reading, section: str) -> bool:
     """Whether a ``freeze_config`` of NeMo Automodel freezes a part that every language model has."""
-    return any(reading.get(f"{section}.freeze_{part}") for part in ("language_model", "embeddings"))
+    return bool(reading.get(f"{section}.freeze_language_model"))
 
 
 def block(reading: Reading, key: str, what: str, of: Blocked = "job") -> None:

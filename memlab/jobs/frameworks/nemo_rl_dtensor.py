@@ -22,6 +22,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     FROZEN,
     NO_EXCHANGE,
     NO_STAGES,
+    NO_TOWER,
     OWN_PLAN,
     PARTS_OF_AUTOMODEL,
     Own,
@@ -362,6 +363,7 @@ NEMO_RL_DTENSOR = Framework(
     cannot_write=dict.fromkeys(_DECIDED, _SHARDS)
     | NO_EXCHANGE
     | NO_STAGES
+    | NO_TOWER
     | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
     | {
         "grad_reduce_in_bf16": "NeMo-RL reduces gradients in fp32",

@@ -224,8 +224,8 @@ def compares(reading: Reading) -> bool:
 
 def note_reference(reading: Reading) -> None:
     """Names what a reference model is configured with otherwise than the policy."""
-    megatron = "megatron_config"
-    for section in ("model_config_kwargs", f"{megatron}.transformer_config_kwargs", f"{megatron}.model_config_kwargs"):
+    of_megatron = (f"megatron_config.{part}_config_kwargs" for part in ("transformer", "model"))
+    for section in ("model_config_kwargs", "fsdp_config.wrap_policy", *of_megatron):
         note_other_section(reading, f"trainer.ref.{section}", f"trainer.policy.{section}", is_there=compares(reading))
 
 

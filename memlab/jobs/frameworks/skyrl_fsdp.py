@@ -19,6 +19,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
     NO_EXCHANGE,
     NO_STAGES,
+    NO_TOWER,
     RESHARDING,
     Own,
     attention_key,
@@ -347,6 +348,7 @@ CANNOT_WRITE = (
     | dict.fromkeys(_NONE_AHEAD, "SkyRL gathers no layer ahead")
     | NO_EXCHANGE
     | NO_STAGES
+    | NO_TOWER
 )
 WITHOUT_OWN_KEY = frozenset(
     (

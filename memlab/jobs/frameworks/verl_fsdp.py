@@ -18,6 +18,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     FOREACH,
     NO_EXCHANGE,
     NO_STAGES,
+    NO_TOWER,
     RESHARDING,
     Own,
     attention_key,
@@ -513,6 +514,7 @@ CANNOT_WRITE = (
     | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
     | NO_EXCHANGE
     | NO_STAGES
+    | NO_TOWER
 )
 """Fields that no trainer of verl with FSDP expresses, each with the reason."""
 WITHOUT_OWN_KEY = frozenset(
