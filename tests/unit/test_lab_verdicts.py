@@ -22,7 +22,7 @@ from memlab.units import GIB
 LABS = Path(__file__).parents[2] / "labs"
 EIGHT = Layout(expert_model_parallel_size=8, data_parallel_size=8)
 AWARE = TrainingState(use_precision_aware_optimizer=True, grad_reduce_in_bf16=True, main_grads_dtype="bf16")
-EXPERTS = MemorySettings(offload_modules=["expert_fc1", "moe_act"])
+EXPERTS = MemorySettings(offload_modules=("expert_fc1", "moe_act"))
 
 WORDS = r"(fits|may fit|does not fit)"
 SENTENCES: dict[str, dict[str, tuple[int, ...]]] = {
