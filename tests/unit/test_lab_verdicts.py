@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import nbformat
@@ -21,24 +22,24 @@ from memlab.units import GIB
 LABS = Path(__file__).parents[2] / "labs"
 EIGHT = Layout(expert_model_parallel_size=8, data_parallel_size=8)
 AWARE = TrainingState(use_precision_aware_optimizer=True, grad_reduce_in_bf16=True, main_grads_dtype="bf16")
-EXPERTS = MemorySettings(offload_modules=["expert_fc1", "moe_act"])
+EXPERTS = MemorySettings(offload_modules=("expert_fc1", "moe_act"))
 
 WORDS = r"(fits|may fit|does not fit)"
-SENTENCES = {
+SENTENCES: dict[str, dict[str, tuple[int, ...]]] = {
     "08_training_state.ipynb": {
-        rf"This step \*{WORDS}\* in 72\.4 GiB": 0,
-        rf"71\.6 GiB are left, and it {WORDS}:": 1,
+        rf"This step \*{WORDS}\* in 72\.4 GiB": (0,),
+        rf"71\.6 GiB are left, and it {WORDS}:": (1,),
         rf"--expandable-segments` says that the job {WORDS} in both cases": (2, 3),
     },
     "09_ranks.ipynb": {
-        rf"the prediction of one rank says that the job {WORDS}\.": 0,
-        rf"with balanced routing your job {WORDS};": 0,
+        rf"the prediction of one rank says that the job {WORDS}\.": (0,),
+        rf"with balanced routing your job {WORDS};": (0,),
     },
     "README.md": {
-        rf"it peaks at 69\.8 GiB, and {WORDS};": 0,
-        rf"most that is likely, it {WORDS} only with expandable segments": 3,
+        rf"it peaks at 69\.8 GiB, and {WORDS};": (0,),
+        rf"most that is likely, it {WORDS} only with expandable segments": (3,),
     },
-    "teaching/lecture_90_minutes.md": {rf"\(c\) {WORDS} without expandable segments if CUDA and NCCL take more": 1},
+    "teaching/lecture_90_minutes.md": {rf"\(c\) {WORDS} without expandable segments if CUDA and NCCL take more": (1,)},
 }
 """Sentences about the job with balanced routing, with the columns of lab 09's table whose verdict they state."""
 
@@ -62,7 +63,13 @@ def fit_of(routing: str, expandable: bool, transformer_engine: str | None = None
     """Judges rank 0 of the job, without a search for settings that would fit."""
     allocator = AllocatorSettings(expandable_segments=expandable)
     versions = Versions(transformer_engine=transformer_engine) if transformer_engine else Versions()
-    job = {"seq_length": 4096, "layout": EIGHT, "routing": routing, "state": AWARE, "allocator": allocator}
+    job: dict[str, Any] = {
+        "seq_length": 4096,
+        "layout": EIGHT,
+        "routing": routing,
+        "state": AWARE,
+        "allocator": allocator,
+    }
     own_settings = patch("memlab.fitting.does_it_fit.candidates", lambda settings, *_, **__: [settings])
     with own_settings, Lab("qwen3-30b-a3b", versions=versions, backend="simulated", **job) as lab:
         return lab.fit(lab.step(EXPERTS), "79GiB")
@@ -101,7 +108,7 @@ def test_the_story_the_labs_and_the_lecture_state_the_verdicts_of_lab_09_s_table
     _, *verdicts = table()["balanced"]
     for sentence, columns in SENTENCES[name].items():
         (stated,) = re.findall(sentence, text_of(name))
-        assert {stated} == {verdicts[column] for column in (columns if isinstance(columns, tuple) else (columns,))}
+        assert {stated} == {verdicts[column] for column in columns}
 
 
 def test_no_lab_says_that_friday_s_job_may_fit_with_balanced_routing() -> None:
