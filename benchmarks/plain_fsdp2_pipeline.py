@@ -293,17 +293,16 @@ def measure(folder: Path, only: str, seconds: float) -> int:
     return failed
 
 
-def predicted_of_rank(job: PipelineJob, rank: int) -> dict[str, int]:
-    """Returns what memlab predicts of a rank of a job (`predicted_of`)."""
+def layout_of(job: PipelineJob, rank: int) -> Any:
+    """Returns memlab's layout of a rank."""
     from memlab import Layout
 
-    layout = Layout(
+    return Layout(
         data_parallel_size=job.num_ranks // job.stages,
         pipeline_model_parallel_size=job.stages,
         virtual_pipeline_model_parallel_size=job.chunks,
         rank=rank,
     )
-    return predicted_of(job, layout)
 
 
 def ranks_of(job: PipelineJob) -> list[int]:
@@ -314,7 +313,7 @@ def ranks_of(job: PipelineJob) -> list[int]:
 def predict_jobs(file: Path) -> None:
     """Writes what memlab predicts of each job, before it is measured."""
     for job in jobs():
-        ranks = [predicted_of_rank(job, rank) for rank in ranks_of(job)]
+        ranks = [predicted_of(job, layout_of(job, rank)) for rank in ranks_of(job)]
         with file.open("a") as lines:
             lines.write(json.dumps({"name": job.name, "predicted": ranks}) + "\n")
         print(job.name, [{key: round(value / GIB, 3) for key, value in one.items()} for one in ranks], flush=True)
@@ -329,7 +328,7 @@ def predict(file: Path) -> int:
             continue
         job = PipelineJob(**row["job"])
         for rank, measured in zip(ranks_of(job), row["ranks"], strict=True):
-            print(f"{job.name}, rank {rank}: {compared(predicted_of_rank(job, rank), measured, errors)}", flush=True)
+            print(f"{job.name}, rank {rank}: {compared(predicted_of(job, layout_of(job, rank)), measured, errors)}", flush=True)
     print_summary(errors)
     return sum(abs(percent) > 1 for percent in errors["peak"])
 
