@@ -610,9 +610,7 @@ def scenario_of(job: Job, layout: Any = None) -> Any:
         context_parallel_size=job.context_parallel_size,
         sequence_parallel=job.sequence_parallel or job.tensor_model_parallel_size == 1,
     )
-    return Scenario.of(
-        model, **sizes, dtype="fp32" if job.fp32 else "bf16", engine="fsdp2", layout=layout, state=state
-    )
+    return Scenario.of(model, **sizes, dtype="fp32" if job.fp32 else "bf16", engine="fsdp2", layout=layout, state=state)
 
 
 def predicted_of(job: Job, layout: Any = None) -> dict[str, int]:

@@ -328,7 +328,10 @@ def predict(file: Path) -> int:
             continue
         job = PipelineJob(**row["job"])
         for rank, measured in zip(ranks_of(job), row["ranks"], strict=True):
-            print(f"{job.name}, rank {rank}: {compared(predicted_of(job, layout_of(job, rank)), measured, errors)}", flush=True)
+            print(
+                f"{job.name}, rank {rank}: {compared(predicted_of(job, layout_of(job, rank)), measured, errors)}",
+                flush=True,
+            )
     print_summary(errors)
     return sum(abs(percent) > 1 for percent in errors["peak"])
 
