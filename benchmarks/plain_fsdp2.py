@@ -456,8 +456,8 @@ def optimizer_of(job: Job, model: Any) -> Any:
     return FusedAdam(trained, lr=1e-5, **kept)
 
 
-def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, Any]:
-    """Takes three steps, and returns what the last one needed."""
+def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool, num_steps: int = 3) -> dict[str, Any]:
+    """Takes steps, and returns what the last one needed."""
     import torch
 
     memory = torch.cuda if on_gpu else _NoMemory()
@@ -469,7 +469,7 @@ def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, A
     device = "cuda" if on_gpu else "cpu"
     inputs = inputs_of(job, model.config.vocab_size, device)
     row: dict[str, Any] = {}
-    for _ in range(3):
+    for _ in range(num_steps):
         gc.collect()
         memory.empty_cache() if not row else None  # as the first step of a lab; the last one reuses what is cached
         memory.synchronize()

@@ -4,7 +4,7 @@
     python -m benchmarks.plain_fsdp2_limits measure FOLDER --expected FILE       a machine with GPUs
     python -m benchmarks.plain_fsdp2_limits predict FOLDER/limits.jsonl          anywhere
 
-Each try has processes of its own, in which torch's memory fraction caps the allocator, and takes three steps. FOLDER
+Each try has processes of its own, in which torch's memory fraction caps the allocator, and takes five steps. FOLDER
 gets ``limits.jsonl``, a line for each job, and what torch's allocator did: in the try without a limit, in the last one
 that completed, and in the last one that did not (``NUMBER-free.xz`` and so on, read by `history_of`).
 """
@@ -35,6 +35,8 @@ from benchmarks.plain_fsdp2_pipeline import PipelineJob
 
 _TOLERANCE = 0.0005
 """Of the limit: how near both ends of a bisection come."""
+_STEPS = 5
+"""Of a try: without a limit, torch reserves more until the third; with one, the fourth has been the first to fail."""
 _TRY_SECONDS = 45
 _BESIDE_A_CAP_BYTES = 3 * GIB
 
@@ -88,7 +90,7 @@ def run_rank(job: Job, rank: int, shared: str, limit_bytes: int | None, history:
         if history is not None:
             torch.cuda.memory._record_memory_history("all", context=None, max_entries=4_000_000)
         with _noting_starts(starts):
-            row = steps_of(job)(job, rank, shared, on_gpu=True)
+            row = steps_of(job)(job, rank, shared, on_gpu=True, num_steps=_STEPS)
     except BaseException as error:  # noqa: BLE001 - the other tries go on
         row = {"error": f"{traceback.format_exc().splitlines()[-1]} ({type(error).__name__})"}
         row |= {"out_of_memory": isinstance(error, torch.cuda.OutOfMemoryError), "step": len(starts)}
@@ -263,18 +265,26 @@ def job_of(row: dict[str, Any]) -> Job:
 
 
 def predicted_of(job: Job) -> dict[str, int]:
-    """Returns what memlab predicts, of the rank that needs most: its peak, reserved bytes, and the limit."""
-    from memlab.lab.predictions import predict_limit
+    """Returns what memlab predicts of as many steps, of the rank that needs most: peak, reserved bytes and limit."""
+    return max((_predicted_of_rank(job, layout) for layout in layouts_of(job)), key=lambda found: found["limit"])
 
-    found = []
-    for layout in layouts_of(job):
-        scenario, settings = plain_fsdp2.scenario_of(job, layout), plain_fsdp2.settings_of(job)
-        found.append(predict_limit(scenario, settings))
-    most = max(found, key=lambda limit: limit.fits_bytes)
+
+def _predicted_of_rank(job: Job, layout: Any) -> dict[str, int]:
+    from memlab import Lab
+    from memlab.analysis.limits import Limit
+
+    with Lab(plain_fsdp2.scenario_of(job, layout), backend="simulated") as lab:
+        with lab.logging_requests() as requests:
+            records = [
+                lab.step(plain_fsdp2.settings_of(job)) for _ in range(_STEPS - 1)
+            ]  # the first is after a warm-up
+        assert requests is not None, "torch's allocator is simulated"
+        most = max(records, key=lambda record: record.peak_reserved_bytes or 0)
+        limit = Limit.find(most, requests.completes_within)
     return {
-        "peak": most.peak_allocated_bytes or 0,
+        "peak": most.peak_allocated_bytes,
         "reserved": most.peak_reserved_bytes or 0,
-        "limit": (most.fails_bytes + most.fits_bytes) // 2,
+        "limit": (limit.fails_bytes + limit.fits_bytes) // 2,
     }
 
 

@@ -165,8 +165,8 @@ def join(job: PipelineJob, rank: int, shared: str, *, on_gpu: bool) -> int:
     return job.rank
 
 
-def take_steps(job: PipelineJob, rank: int, shared: str, *, on_gpu: bool) -> dict[str, Any]:
-    """Takes three steps, and returns what the last one needed."""
+def take_steps(job: PipelineJob, rank: int, shared: str, *, on_gpu: bool, num_steps: int = 3) -> dict[str, Any]:
+    """Takes steps, and returns what the last one needed."""
     import torch
     from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
@@ -192,7 +192,7 @@ def take_steps(job: PipelineJob, rank: int, shared: str, *, on_gpu: bool) -> dic
     shape = (num_microbatches * job.micro_batch_size, job.seq_length)
     device = "cuda" if on_gpu else "cpu"
     row: dict[str, Any] = {}
-    for _ in range(3):
+    for _ in range(num_steps):
         gc.collect()
         memory.empty_cache() if not row else None
         memory.synchronize()
