@@ -93,7 +93,7 @@ def run_rank(job: Job, rank: int, shared: str, limit_bytes: int | None, history:
             row = steps_of(job)(job, rank, shared, on_gpu=True, num_steps=_STEPS)
     except BaseException as error:  # noqa: BLE001 - the other tries go on
         row = {"error": f"{traceback.format_exc().splitlines()[-1]} ({type(error).__name__})"}
-        row |= {"out_of_memory": isinstance(error, torch.cuda.OutOfMemoryError), "step": len(starts)}
+        row |= {"out_of_memory": _is_out_of_memory(error), "step": len(starts)}
     written = Path(shared) / f"writing-{rank}"
     written.write_text(json.dumps(row))
     written.rename(Path(shared) / f"rank-{rank}")
@@ -101,6 +101,15 @@ def run_rank(job: Job, rank: int, shared: str, limit_bytes: int | None, history:
         write_history(history, device, starts)
     (Path(shared) / f"ended-{rank}").touch()
     os._exit(0)
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error is torch's, or one that a pipeline's schedule has raised because of it."""
+    import torch
+
+    return error is not None and (
+        isinstance(error, torch.cuda.OutOfMemoryError) or _is_out_of_memory(error.__cause__ or error.__context__)
+    )
 
 
 @contextmanager
