@@ -557,10 +557,38 @@ class Job:
         )
 
 
-QWEN, PHI, PHI_MINI, LLAMA, QWEN_8B, LLAMA_1B, QWEN2_7B, QWEN2_1B, QWEN_4B, GPT, *_OF_EXPERTS = MODELS
-MOONLIGHT, LITE, V3, QWEN_MOE, MIXTRAL, GLM, GPT_OSS, MINIMAX, OLMOE, *_OTHERS = _OF_EXPERTS
-LLAMA_3B, MISTRAL, QWEN2_HALF, QWEN2_3B, QWEN_HALF, QWEN_2B, QWEN_14B, *_OF_LINEAR_ATTENTION = _OTHERS
-QWEN_NEXT, QWEN35_4B, QWEN35_9B, NEMOTRON_H, NANO_9B, NANO_30B, NEMOTRON_MINI = _OF_LINEAR_ATTENTION
+QWEN = "qwen3-30b-a3b"
+PHI = "phi-4"
+PHI_MINI = "phi-4-mini"
+LLAMA = "llama-3.1-8b"
+QWEN_8B = "qwen3-8b"
+LLAMA_1B = "llama-3.2-1b"
+QWEN2_7B = "qwen2.5-7b"
+QWEN2_1B = "qwen2.5-1.5b"
+QWEN_4B = "qwen3-4b"
+GPT = "gpt3-6.7b"
+MOONLIGHT = "moonlight-16b-a3b"
+LITE = "deepseek-v2-lite"
+V3 = "deepseek-v3"
+QWEN_MOE = "qwen1.5-moe-a2.7b"
+MIXTRAL = "mixtral-8x7b"
+GLM = "glm-4.5-air"
+GPT_OSS = "gpt-oss-20b"
+MINIMAX = "minimax-m2"
+OLMOE = "olmoe-1b-7b"
+LLAMA_3B = "llama-3.2-3b"
+MISTRAL = "mistral-7b-v0.3"
+QWEN2_HALF = "qwen2.5-0.5b"
+QWEN2_3B = "qwen2.5-3b"
+QWEN_HALF = "qwen3-0.6b"
+QWEN_2B = "qwen3-1.7b"
+QWEN_14B = "qwen3-14b"
+QWEN_NEXT = "qwen3-next-80b-a3b"
+QWEN35_4B = "qwen3.5-text-4b"
+QWEN35_9B = "qwen3.5-text-9b"
+NEMOTRON_H = "nemotron-h-8b"
+NANO_9B = "nemotron-nano-v2-9b"
+NANO_30B = "nemotron-3-nano-30b"
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",

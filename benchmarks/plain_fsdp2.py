@@ -4,9 +4,7 @@
     python -m benchmarks.plain_fsdp2 measure FOLDER                    without GPUs: a rehearsal at tiny sizes
     python -m benchmarks.plain_fsdp2 predict FOLDER/steps.jsonl        anywhere
 
-Each job has new processes, one for each GPU, which are forked from one that has imported transformers and never uses a
-GPU. FOLDER gets ``steps.jsonl``, a line after each job. A job that fails has a line with the error, and the others are
-taken all the same. The same command takes the jobs that the file does not have yet.
+The same command takes the jobs that the file does not have yet (`benchmarks.forked_jobs`).
 """
 
 from __future__ import annotations
@@ -14,20 +12,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import multiprocessing
-import os
 import re
 import statistics
 import sys
-import tempfile
-import time
-import traceback
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from benchmarks.forked_jobs import GIB, NoMemory, about_gpu, prepare
+from benchmarks.forked_jobs import measure as measure_jobs
 from benchmarks.plain_fsdp2_parts import (
     adapt,
     checkpoint_selectively,
@@ -37,8 +31,6 @@ from benchmarks.plain_fsdp2_parts import (
     varlen_of_torch,
 )
 
-JOB_SECONDS = 90
-GIB = 2**30
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi-4": ("phi3", {"hidden_size": 5120, "intermediate_size": 17920, "num_attention_heads": 40,
                        "num_key_value_heads": 10, "vocab_size": 100352, "rope_theta": 250000.0, "rms_norm_eps": 1e-5}),
@@ -311,62 +303,13 @@ def _latest_jobs() -> list[Job]:
 
 
 def measure(folder: Path, only: str, seconds: float) -> int:
-    """Takes the jobs of as many ranks as there are GPUs, and appends a line for each; returns how many failed."""
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA itself could not be used after a fork
-    started = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
-    import torch
-    import torch.distributed.fsdp
-    from transformers import AutoModelForCausalLM  # noqa: F401 - before the processes are forked
-
-    for family in {family.removesuffix("_text") for family, _ in MODELS.values()}:
-        import_module(f"transformers.models.{family}.modeling_{family}")
-
-    num_gpus = torch.cuda.device_count()
-    file, context, failed = folder / "steps.jsonl", multiprocessing.get_context("fork"), 0
-    done = {json.loads(line)["name"] for line in file.read_text().splitlines()} if file.exists() else set()
+    """Takes the jobs of as many ranks as there are GPUs; returns how many failed."""
+    num_gpus = prepare({family.removesuffix("_text") for family, _ in MODELS.values()})
     wanted = [
         job for job in jobs() if re.search(only, job.name) and job.num_processes in ({num_gpus} if num_gpus else {1, 2})
     ]
-    for job in wanted if num_gpus else [replace(each, num_layers=2, seq_length=64) for each in wanted]:
-        if job.name in done or time.monotonic() - started > seconds:
-            continue
-        with tempfile.TemporaryDirectory() as shared:
-            ranks = [
-                context.Process(target=run_rank, args=(job, rank, shared, bool(num_gpus)))
-                for rank in range(job.num_processes)
-            ]
-            for process in ranks:
-                process.start()
-            deadline = time.monotonic() + JOB_SECONDS
-            for process in ranks:
-                process.join(max(0, deadline - time.monotonic()))
-                process.kill()
-            rows = [
-                json.loads(path.read_text()) if (path := Path(shared) / f"rank-{rank}").exists() else {"error": "ended"}
-                for rank in range(job.num_processes)
-            ]
-        errors = [row["error"] for row in rows if "error" in row]
-        failed += bool(errors)
-        row = {"error": errors[0]} if errors else {"ranks": rows}
-        with file.open("a") as lines:
-            lines.write(json.dumps({"name": job.name, "job": asdict(job), **row}) + "\n")
-        figures = errors or {key: round(rows[0][key] / GIB, 3) for key in ("start", "peak", "reserved")}
-        print(f"{time.monotonic() - started:.0f} s: {job.name}: {figures}", flush=True)
-    return failed
-
-
-def run_rank(job: Job, rank: int, shared: str, on_gpu: bool) -> None:
-    """Takes the steps of a job on one rank, and writes the last one's row."""
-    try:
-        row = take_steps(job, rank, shared, on_gpu=on_gpu)
-    except BaseException as error:  # noqa: BLE001 - the other jobs go on
-        row = {"error": f"{traceback.format_exc().splitlines()[-1]} ({type(error).__name__})"}
-    written = Path(shared) / f"writing-{rank}"
-    written.write_text(json.dumps(row))
-    written.rename(Path(shared) / f"rank-{rank}")
-    os._exit(0)
+    rehearsed = wanted if num_gpus else [replace(each, num_layers=2, seq_length=64) for each in wanted]
+    return measure_jobs(rehearsed, take_steps, folder, seconds)
 
 
 def model_of(job: Job, *, on_gpu: bool) -> Any:
@@ -460,7 +403,7 @@ def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool, num_steps: int
     """Takes steps, and returns what the last one needed."""
     import torch
 
-    memory = torch.cuda if on_gpu else _NoMemory()
+    memory = torch.cuda if on_gpu else NoMemory()
     memory.set_device(rank)
     join(job, rank, shared, on_gpu=on_gpu)
     model = build(job, on_gpu=on_gpu)
@@ -499,9 +442,7 @@ def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool, num_steps: int
         optimizer.zero_grad()
         row |= {"peak": max(row["phases"].values()), "reserved": memory.max_memory_reserved(), "loss": loss}
     if on_gpu:
-        row |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        free, total = torch.cuda.mem_get_info()
-        row["outside_torch"] = total - free - memory.memory_reserved()
+        row |= about_gpu()
     return row
 
 
@@ -562,13 +503,6 @@ def clip(job: Job, model: Any) -> None:
         grouped.setdefault(parameter.device_mesh.ndim, []).append(parameter)
     for group in grouped.values():  # torch's function takes one mesh at a time, which clips otherwise, and as much
         torch.nn.utils.clip_grad_norm_(group, 1.0, foreach=True)
-
-
-class _NoMemory:
-    """Stands for `torch.cuda` in a rehearsal."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_: 0
 
 
 def settings_of(job: Job) -> Any:

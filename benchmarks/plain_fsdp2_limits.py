@@ -24,13 +24,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from benchmarks import plain_fsdp2, plain_fsdp2_pipeline
-from benchmarks.plain_fsdp2 import GIB, MODELS, Job
+from benchmarks.forked_jobs import GIB, prepare
+from benchmarks.plain_fsdp2 import MODELS, Job
 from benchmarks.plain_fsdp2_pipeline import PipelineJob
 
 _TOLERANCE = 0.0005
@@ -218,18 +218,9 @@ def find_limit(job: Job, number: int, gpus: list[int], folder: Path, expected: i
 
 def measure(folder: Path, only: str, expected: dict[str, dict[str, int]], seconds: float) -> int:
     """Finds the limits of the jobs, side by side as far as there is room; returns how many were not begun."""
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA itself could not be used after a fork
+    num_gpus, context = prepare({MODELS[job.model][0] for job in jobs()}), multiprocessing.get_context("fork")
     deadline = time.monotonic() + seconds
     folder.mkdir(parents=True, exist_ok=True)
-    import torch
-    import torch.distributed.fsdp
-    import torch.distributed.pipelining
-    from transformers import AutoModelForCausalLM  # noqa: F401 - before the processes are forked
-
-    for family in {MODELS[job.model][0] for job in jobs()}:
-        import_module(f"transformers.models.{family}.modeling_{family}")
-    num_gpus, context = torch.cuda.device_count(), multiprocessing.get_context("fork")
     room = dict.fromkeys(range(num_gpus), 132 * GIB)
     waiting = [(number, job) for number, job in enumerate(jobs()) if re.search(only, job.name)]
     running: dict[Any, tuple[int, list[int], int]] = {}

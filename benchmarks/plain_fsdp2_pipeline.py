@@ -15,29 +15,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import multiprocessing
-import os
 import re
 import sys
-import tempfile
 import time
-import traceback
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plain_fsdp2 import (
-    GIB,
-    JOB_SECONDS,
-    Job,
-    _NoMemory,
-    compared,
-    model_of,
-    optimizer_of,
-    predicted_of,
-    print_summary,
-)
+from benchmarks.forked_jobs import GIB, NoMemory, about_gpu, prepare
+from benchmarks.forked_jobs import measure as measure_jobs
+from benchmarks.plain_fsdp2 import Job, compared, model_of, optimizer_of, predicted_of, print_summary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +157,7 @@ def take_steps(job: PipelineJob, rank: int, shared: str, *, on_gpu: bool, num_st
     import torch
     from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-    memory: Any = torch.cuda if on_gpu else _NoMemory()
+    memory: Any = torch.cuda if on_gpu else NoMemory()
     memory.set_device(rank if job.rank is None else 0)
     rank = join(job, rank, shared, on_gpu=on_gpu)
     stages = stages_of(job, rank, on_gpu=on_gpu)
@@ -220,9 +207,7 @@ def take_steps(job: PipelineJob, rank: int, shared: str, *, on_gpu: bool, num_st
         row |= {"peak": max(row["phases"].values()), "reserved": memory.max_memory_reserved()}
         row["seconds"] = round(time.monotonic() - started, 3)
     if on_gpu:
-        row |= {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
-        free, total = torch.cuda.mem_get_info()
-        row["outside_torch"] = total - free - memory.memory_reserved()
+        row |= about_gpu()
     return row
 
 
@@ -236,61 +221,12 @@ def _without_votes(schedule: Any) -> None:
     schedule._warmup_p2p = warm_up
 
 
-def run_rank(job: PipelineJob, rank: int, shared: str, on_gpu: bool) -> None:
-    """Takes the steps of a job on one rank, and writes the last one's row."""
-    try:
-        row = take_steps(job, rank, shared, on_gpu=on_gpu)
-    except BaseException as error:  # noqa: BLE001 - the other jobs go on
-        row = {"error": f"{traceback.format_exc().splitlines()[-1]} ({type(error).__name__})"}
-    written = Path(shared) / f"writing-{rank}"
-    written.write_text(json.dumps(row))
-    written.rename(Path(shared) / f"rank-{rank}")
-    os._exit(0)
-
-
 def measure(folder: Path, only: str, seconds: float) -> int:
-    """Takes the jobs, and appends a line for each; returns how many failed."""
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # CUDA itself could not be used after a fork
-    started = time.monotonic()
-    folder.mkdir(parents=True, exist_ok=True)
-    import torch
-    import torch.distributed.fsdp
-    import torch.distributed.pipelining
-    from transformers import AutoModelForCausalLM  # noqa: F401 - before the processes are forked
-
-    for family in ("llama", "qwen3", "qwen2", "phi3", "mistral"):
-        import_module(f"transformers.models.{family}.modeling_{family}")
-    on_gpu, context, failed = torch.cuda.device_count() > 0, multiprocessing.get_context("fork"), 0
-    file = folder / "steps.jsonl"
-    done = {json.loads(line)["name"] for line in file.read_text().splitlines()} if file.exists() else set()
-    for job in jobs():
-        if not re.search(only, job.name) or job.name in done or time.monotonic() - started > seconds:
-            continue
-        taken = job if on_gpu else replace(job, seq_length=64)
-        with tempfile.TemporaryDirectory() as shared:
-            ranks = [
-                context.Process(target=run_rank, args=(taken, rank, shared, on_gpu))
-                for rank in range(job.num_processes)
-            ]
-            for process in ranks:
-                process.start()
-            deadline = time.monotonic() + (JOB_SECONDS if on_gpu else 300)
-            for process in ranks:
-                process.join(max(0, deadline - time.monotonic()))
-                process.kill()
-            rows = [
-                json.loads(path.read_text()) if (path := Path(shared) / f"rank-{rank}").exists() else {"error": "ended"}
-                for rank in range(job.num_processes)
-            ]
-        errors = [row["error"] for row in rows if "error" in row]
-        failed += bool(errors)
-        row = {"error": errors[0]} if errors else {"ranks": rows}
-        with file.open("a") as lines:
-            lines.write(json.dumps({"name": job.name, "job": asdict(job), **row}) + "\n")
-        figures = errors or [{key: round(row[key] / GIB, 3) for key in ("start", "peak", "reserved")} for row in rows]
-        print(f"{time.monotonic() - started:.0f} s: {job.name}: {figures}", flush=True)
-    return failed
+    """Takes the jobs; returns how many failed."""
+    num_gpus = prepare(("llama", "qwen3", "qwen2", "phi3", "mistral"))
+    wanted = [job for job in jobs() if re.search(only, job.name)]
+    rehearsed = wanted if num_gpus else [replace(job, seq_length=64) for job in wanted]
+    return measure_jobs(rehearsed, take_steps, folder, seconds)
 
 
 def layout_of(job: PipelineJob, rank: int) -> Any:

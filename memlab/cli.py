@@ -136,6 +136,8 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
         flags = set(re.findall(r"--[a-z][a-z-]*", arguments.page)) - {unknown[0]}
         near = difflib.get_close_matches(unknown[0].partition("=")[0][:_LONGEST_VALUE], sorted(flags), 1)
         mean = f"did you mean {near[0]}? All flags: " if near else ""
+        if unknown[0].startswith("--model") and " ARCH" in arguments.page:
+            mean = "give the model without a flag, as the first argument: "
         raise ValueError(f"unrecognized arguments: {' '.join(unknown)}: {mean}see {arguments.prog} --help")
     return arguments
 

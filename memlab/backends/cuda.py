@@ -24,8 +24,8 @@ from memlab.config.training_state import TrainingState
 from memlab.config.user_buffers import has_user_buffers
 from memlab.config.versions import Versions
 from memlab.engines.megatron.attention_environment import check_environment, check_flash_attention_is_installed
-from memlab.engines.megatron.transformer_engine_caches import fill_cublas_workspaces
 from memlab.engines.process_group import join_with_nccl, require_started_ranks
+from memlab.engines.transformer_engine_caches import fill_cublas_workspaces
 from memlab.meter.cuda.meter import AllocatorMeter
 from memlab.started_ranks import local_rank
 from memlab.upstream.patching import swapped

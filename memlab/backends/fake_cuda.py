@@ -7,6 +7,7 @@ is made on the host from values (a batch, a list of sizes) is real and small; la
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -63,9 +64,15 @@ def _item(tensor: torch.Tensor) -> Any:
 
 
 def _bool(tensor: torch.Tensor) -> bool:
-    # Megatron asks whether the batch has tokens (``finalize_model_grads``): it has.
     value = _item(tensor)
-    return tensor.is_meta or bool(value)
+    if not tensor.is_meta:
+        return bool(value)
+    asking = sys._getframe(2).f_code  # behind the function mode
+    if asking.co_name not in _HAS_TOKENS:
+        raise RuntimeError(f"{asking.co_filename}: {asking.co_name} asks whether a tensor without values is true")
+    return True
 
 
+_HAS_TOKENS = ("finalize_model_grads",)
+"""Functions of Megatron that ask whether the batch has tokens: it has."""
 _WITHOUT_VALUES = {torch.empty, torch.empty_like, torch.empty_permuted, torch.empty_strided}

@@ -31,12 +31,14 @@ from memlab.config.backend_kind import KINDS
 from memlab.config.cublas import has_experts, multiplies_with_torch
 from memlab.config.scenario import Scenario
 from memlab.config.user_buffers import uses_user_buffers
-from memlab.engines.megatron.layers import attention_workspace, fake_fp8, fp8_parameters, torch_functions
+from memlab.engines.attention import workspace
+from memlab.engines.attention.fused_attention import CausalAttention
+from memlab.engines.megatron.layers import fake_fp8, fp8_parameters, torch_functions
 from memlab.engines.megatron.layers.fake_layers import FakeProvider
 from memlab.engines.megatron.layers.norm_workspace import with_workspace
 from memlab.engines.megatron.layers.own_layers import OwnProvider
-from memlab.engines.megatron.transformer_engine_caches import LIBRARIES, hold_fake_workspaces
 from memlab.engines.process_group import join_alone
+from memlab.engines.transformer_engine_caches import LIBRARIES, hold_fake_workspaces
 from memlab.meter.labels import Labels
 from memlab.meter.protocol import Meter
 from memlab.meter.storage_meter import plain_meter, simulated_meter
@@ -134,7 +136,7 @@ def on_fake_tensors() -> Iterator[None]:
 
 
 _norm_backward = with_workspace(torch_functions.norm_backward)
-_attention_backward = staticmethod(attention_workspace.with_workspace(torch_functions.CausalAttention.backward))
+_attention_backward = staticmethod(workspace.with_workspace(CausalAttention.backward))
 
 
 @contextmanager
@@ -150,7 +152,7 @@ def on_fake_gpu() -> Iterator[None]:
     }
     kernels = [
         (torch_functions, "norm_backward", _norm_backward),
-        (torch_functions.CausalAttention, "backward", _attention_backward),
+        (CausalAttention, "backward", _attention_backward),
     ]
     with on_fake_tensors(), patched(allocating), swapped(kernels):
         yield

@@ -11,8 +11,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
+from memlab.config.families import FAMILIES, Family
 from memlab.config.from_json import read_json
 from memlab.config.hugging_face import architecture_fields, model_name
 from memlab.config.parts.dense import Dense
@@ -29,15 +30,6 @@ from memlab.config.validation import (
     check_whole_number,
     shortened,
 )
-
-Family = Literal[
-    "qwen3_moe", "mixtral", "phi3", "llama", "mistral", "qwen3", "qwen2", "qwen2_moe", "deepseek_v2", "deepseek_v3",
-    "kimi_k2", "glm4_moe", "gpt2", "gpt_oss",
-    "minimax_m2", "olmoe", "gemma", "gemma2", "gemma3_text", "granite", "olmo2", "glm", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "nemotron_h", "nemotron",
-]  # fmt: skip
-"""The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
-has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
 
 # Some ten times what any published model has, as `Part.most`. Below these limits no tensor's bytes overflow 64 bits,
 # and what walks over layers, experts or ranks ends.
@@ -194,15 +186,12 @@ class Architecture:
     @property
     def sandwich_norms(self) -> bool:
         """Whether attention and MLP have a norm behind them too, as in Gemma 2 and 3."""
-        return self.family in ("gemma2", "gemma3_text")
+        return FAMILIES[self.family].sandwich_norms
 
     @property
     def only_in_transformers(self) -> str:
         """What memlab has in transformers' model only, and not in Megatron's; empty if nothing."""
-        parts = dict.fromkeys(("gemma2", "gemma3_text"), "norms behind attention and MLP")
-        parts |= {"gemma": "GELU gates", "granite": "multipliers", "olmo2": "norms behind attention and MLP alone"}
-        parts |= {"glm": "pairs of neighbours in the rotary embedding"}
-        return parts.get(self.family, "")
+        return FAMILIES[self.family].only_in_transformers
 
     def _check_choices(self) -> None:
         for name in _SWITCHES:
@@ -765,10 +754,10 @@ ARCHITECTURES: dict[str, Architecture] = {
              moe_ffn_hidden_size=1408, moe_shared_expert_intermediate_size=2816, moe_layer_freq=_after(1, 27),
              **(_NO_AUX | {"family": "deepseek_v3", "moe_router_topk": 6, "moe_router_topk_scaling_factor": 2.446,
                            "vocab_size": 163840, "rotary_base": 50000.0, "layernorm_epsilon": 1e-5})),
-        # https://huggingface.co/zai-org/GLM-4.7-Flash/blob/main/config.json (its glm4_moe_lite has the same layers)
+        # https://huggingface.co/zai-org/GLM-4.7-Flash/blob/main/config.json (whose layers are DeepSeek-V3's)
         _row("glm-4.7-flash", 47, 2048, 10240, 20, num_query_groups=20, num_moe_experts=64, moe_ffn_hidden_size=1536,
              moe_shared_expert_intermediate_size=1536, moe_layer_freq=_after(1, 47), q_lora_rank=768,
-             **(_NO_AUX | {"family": "deepseek_v3", "qk_head_dim": 192, "v_head_dim": 256, "kv_channels": 192,
+             **(_NO_AUX | {"family": "glm4_moe_lite", "qk_head_dim": 192, "v_head_dim": 256, "kv_channels": 256,
                            "moe_router_topk": 4, "moe_router_topk_scaling_factor": 1.8, "vocab_size": 154880,
                            "rotary_base": 1e6, "layernorm_epsilon": 1e-5})),
         _row("kimi-k2", 61, 7168, 18432, 64, num_query_groups=64, num_moe_experts=384, moe_ffn_hidden_size=2048,

@@ -45,7 +45,7 @@ class ModelType:
     norms_all_heads: bool = False
     norms_all_heads_fused: bool = False
     normalizes_topk: bool = True
-    """Whether the probabilities of experts as wide as the MLP add up to 1, where ``norm_topk_prob`` is left out."""
+    """Whether the probabilities of a token's experts add up to 1, where ``norm_topk_prob`` is left out."""
     is_gemma: bool = False
     """Whether it has GELU gates, and tied embeddings unless it says otherwise."""
     window_pattern: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.config.config_json import ConfigJson, ModelType
+from memlab.config.families import FAMILIES, FamilyRow
 from memlab.config.parts.dense import Dense
 from memlab.config.parts.gdn import GatedDeltaNet
 from memlab.config.parts.gqa import GroupedQueryAttention
@@ -13,97 +14,7 @@ from memlab.config.parts.mla import LatentAttention
 from memlab.config.parts.moe import Experts
 from memlab.config.validation import is_whole_number, shortened
 
-_DELTA_NET: dict[str, Any] = {"qk_layernorm": True, "rotary_percent": 0.25, "has_delta_net": True}
-_MODEL_TYPES = {
-    "qwen3_moe": ModelType(num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width"),
-    "mixtral": ModelType(num_key_value_heads=8, experts="width of the MLP"),
-    "phi3": ModelType(has_window=True),
-    "llama": ModelType(),
-    "mistral": ModelType(num_key_value_heads=8, has_window=True, window=4096),
-    "qwen3": ModelType(num_key_value_heads=32, head_dim=128, qk_layernorm=True, uses_window=False),
-    "qwen2": ModelType(num_key_value_heads=32, add_qkv_bias=True, uses_window=False),
-    "qwen2_moe": ModelType(
-        num_key_value_heads=16, add_qkv_bias=True, uses_window=False, experts="own width", shared_expert_gate=True
-    ),
-    "glm4_moe": ModelType(
-        num_key_value_heads=8,
-        qkv_bias_field="attention_bias",
-        qk_norm_field="use_qk_norm",
-        rotary_percent=0.5,
-        experts="own width",
-        first_k_dense_replace=1,
-        n_shared_experts=1,
-        n_group=1,
-        topk_group=1,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-    ),
-    "gpt_oss": ModelType(
-        num_key_value_heads=8, head_dim=64, qkv_bias_field="attention_bias", experts="width of the MLP", has_sinks=True
-    ),
-    "minimax_m2": ModelType(
-        num_key_value_heads=8,
-        head_dim=128,
-        qk_layernorm=True,
-        norms_all_heads=True,
-        experts="width of the MLP",
-        expert_bias=True,
-        scoring_func="sigmoid",
-    ),
-    "olmoe": ModelType(
-        qk_layernorm=True,
-        norms_all_heads=True,
-        norms_all_heads_fused=True,
-        experts="width of the MLP",
-        normalizes_topk=False,
-    ),
-    "gemma": ModelType(num_key_value_heads=16, head_dim=256, is_gemma=True),
-    "gemma2": ModelType(num_key_value_heads=4, head_dim=256, is_gemma=True, window_pattern=2, soft_caps=(50.0, 30.0)),
-    "gemma3_text": ModelType(num_key_value_heads=4, head_dim=256, is_gemma=True, qk_layernorm=True, window_pattern=6),
-    "granite": ModelType(),
-    "olmo2": ModelType(qk_layernorm=True, norms_all_heads=True),
-    "glm": ModelType(
-        num_key_value_heads=2, head_dim=128, qkv_bias_field="attention_bias", has_qkv_bias=True, rotary_percent=0.5
-    ),
-    "nemotron": ModelType(rotary_percent=0.5, has_squared_relu=True),
-    "nemotron_h": ModelType(
-        num_key_value_heads=8,
-        head_dim=128,
-        experts="own width",
-        n_group=1,
-        topk_group=1,
-        topk_method="noaux_tc",
-        scoring_func="sigmoid",
-        is_hybrid=True,
-    ),
-    "qwen3_next": ModelType(
-        num_key_value_heads=2, head_dim=256, experts="own width", shared_expert_gate=True, **_DELTA_NET
-    ),
-    "qwen3_5_text": ModelType(num_key_value_heads=4, head_dim=256, **_DELTA_NET),
-    "qwen3_5_moe_text": ModelType(
-        num_key_value_heads=2, head_dim=256, experts="own width", shared_expert_gate=True, **_DELTA_NET
-    ),
-    "deepseek_v2": ModelType(experts="own width", n_shared_experts=2, qk_layernorm=True, multi_latent_attention=True),
-    **dict.fromkeys(
-        ("deepseek_v3", "kimi_k2"),
-        ModelType(
-            experts="own width",
-            first_k_dense_replace=3,
-            n_shared_experts=1,
-            n_group=8,
-            topk_group=4,
-            routed_scaling_factor=2.5,
-            qk_layernorm=True,
-            multi_latent_attention=True,
-            topk_method="noaux_tc",
-            scoring_func="sigmoid",
-        ),
-    ),
-}
-
-
-_ROTARY_BASES = {"gpt_oss": 150000.0, "mixtral": 1e6, "minimax_m2": 5e6, "gemma3_text": 1e6}
-"""Of families whose base is another one than 10000 where the file gives none (transformers 5.24)."""
+_READ: dict[str, FamilyRow] = {name: row for name, row in FAMILIES.items() if row.config is not None}
 
 
 def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -116,9 +27,10 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
         ValueError: If a field is missing, of the wrong type, or of a kind that memlab does not model.
     """
     name = config.get("model_type")
-    kind = _MODEL_TYPES.get(name) if isinstance(name, str) else None
-    if kind is None:
-        raise ValueError(f"model_type {shortened(name)} is not supported: memlab reads {', '.join(_MODEL_TYPES)}")
+    row = _READ.get(name) if isinstance(name, str) else None
+    if row is None or row.config is None:
+        raise ValueError(f"model_type {shortened(name)} is not supported: memlab reads {', '.join(_READ)}")
+    kind = row.config
     fields = ConfigJson(config)
     _check_parts(fields, kind)
     rope = config.get("rope_parameters") or {}
@@ -138,7 +50,7 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
         )
     rope = rope.get("full_attention") or rope
     # Newer files of transformers keep the base, and the share that is rotated, among the rope's parameters.
-    base = ConfigJson(rope).number("rope_theta", default=_ROTARY_BASES.get(str(name), 10000.0))
+    base = ConfigJson(rope).number("rope_theta", default=row.rotary_base)
     share = ConfigJson(rope).number("partial_rotary_factor", default=kind.rotary_percent)
     if "rotary_dim" in config and kind.norms_all_heads:
         share = fields.whole("rotary_dim") / fields.whole("head_dim", default=kind.head_dim)

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from memlab.config.architectures import Architecture
-from memlab.config.option import option
+from memlab.config.option import EngineName, option
 from memlab.config.parts.part import SharedSize, Weight
 from memlab.config.pipeline_layout import FIELD, layers_of_pipeline_chunks
 from memlab.config.validation import RuleError, check_whole_number, is_whole_number, shortened
@@ -278,7 +278,14 @@ class Layout:
         stages = range(self.pipeline_model_parallel_size)
         return tuple(stage * self.ranks_of_a_stage + rank for stage in stages for rank in first.values())
 
-    def check(self, architecture: Architecture, num_layers: int, seq_length: int, num_microbatches: int) -> None:
+    def check(
+        self,
+        architecture: Architecture,
+        num_layers: int,
+        seq_length: int,
+        num_microbatches: int,
+        engine: EngineName = "megatron",
+    ) -> None:
         """Checks the layout against what it splits.
 
         Raises:
@@ -314,16 +321,10 @@ class Layout:
             if amount % size:
                 divisors = [str(count) for count in range(1, min(amount, 128) + 1) if amount % count == 0]
                 rule = f"must divide the {amount} {what} of {architecture.name}"
-                uneven = (
-                    ", or set num_layers_in_first_pipeline_stage and num_layers_in_last_pipeline_stage"
-                    if what == "layers"
-                    else ""
-                )
-                raise RuleError(
-                    f"{name} is {size}, {rule}: choose from {', '.join(divisors)}{uneven}",
-                    name,
-                    *(_ENDS if what == "layers" else ()),
-                )
+                uneven = _ENDS if engine == "megatron" else ("pipeline_model_parallel_layout",)
+                others = uneven if what == "layers" else ()
+                advice = f", or set {' and '.join(others)}" if others else ""
+                raise RuleError(f"{name} is {size}, {rule}: choose from {', '.join(divisors)}{advice}", name, *others)
         self._check_chunks(num_layers, num_microbatches)
 
     def ranks_that_share(self, size: SharedSize) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from memlab.config.architectures import Architecture
+from memlab.config.families import FAMILIES
 from memlab.config.lora import OF_TRANSFORMERS, LoRA
 
 
@@ -65,12 +66,13 @@ def linears(architecture: Architecture, num_layers: int) -> Iterator[Linear]:
     sizes = architecture
     queries, groups = sizes.num_attention_heads * sizes.kv_channels, sizes.num_query_groups * sizes.kv_channels
     hidden, inner = sizes.hidden_size, sizes.ffn_hidden_size
-    if sizes.family == "phi3":
+    fused = FAMILIES[sizes.family].fused_linears
+    if "qkv_proj" in fused:
         attention = {"qkv_proj": (queries + 2 * groups, hidden)}
     else:
         attention = {"q_proj": (queries, hidden), "k_proj": (groups, hidden), "v_proj": (groups, hidden)}
     of_mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
-    if sizes.family in ("phi3", "glm"):
+    if "gate_up_proj" in fused:
         of_mlp = {"gate_up_proj": (2 * inner, hidden)}
     of_layer = {f"self_attn.{name}": shape for name, shape in (attention | {"o_proj": (hidden, queries)}).items()}
     if not sizes.routes:

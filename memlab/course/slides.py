@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import nbformat
 from nbconvert import SlidesExporter
@@ -18,6 +18,10 @@ PLOTLY_FILE = "plotly.min.js"
 """Draws the figures; it has to be next to the pages."""
 _LONGEST_PARAGRAPHS = 2
 _LOOK = "**Look at**"
+_ABOUT_THE_NOTEBOOK = ("## Parameters", "## Preparation", "## Record")
+"""Sections that say how to run a notebook, and what its last cell saves."""
+_OF_CELLS = re.compile(r"next (two |three )?cells?\b|fields below|code is (hidden|folded)")
+"""A sentence with these words says what to do in the notebook, or what its code does."""
 _FOLDED = re.compile(r"<details.*?</details>", re.DOTALL)
 
 
@@ -32,6 +36,7 @@ def slides_of(executed: nbformat.NotebookNode) -> str:
     values = {name: parameter.default for name, parameter in read_parameters(executed).items()}
     notebook.cells = [each for cell in notebook.cells for each in _asked(cell, values)]
     num_figures = make_readable(notebook, as_report=True)
+    is_executed = any(cell.get("outputs") for cell in notebook.cells)
     kept: list[nbformat.NotebookNode] = []
     has_output = False
     for cell in notebook.cells:
@@ -39,7 +44,7 @@ def slides_of(executed: nbformat.NotebookNode) -> str:
             kept.append(cell)
             continue
         if cell.cell_type == "markdown":
-            kept += _slides_of_text(cell, has_output)
+            kept += _slides_of_text(cell, has_output, is_executed)
             continue
         has_output = bool(cell.get("outputs"))
         if has_output and not has_tag(cell, HIDE_INPUT_TAG) and not has_tag(cell, RECORD_TAG):
@@ -94,27 +99,56 @@ def _announced(paragraphs: list[str], table: str) -> str:
     before = paragraphs[max(paragraphs.index(table) - 1, 0)]
     if before is table or not before.endswith(":"):
         return table
-    return f"{re.split(r'(?<=[.?!]) (?=[A-Z])', before)[-1]}\n\n{table}"
+    return f"{_last_sentence(before)}\n\n{table}"
 
 
-def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool) -> list[nbformat.NotebookNode]:
+def _without_cells(paragraph: str) -> str:
+    """Returns a paragraph without the sentences about the notebook's cells; one that announces a list stays."""
+    sentences = _sentences(paragraph)
+    return " ".join(each for each in sentences if "\n\n" in each or not _OF_CELLS.search(each))
+
+
+def _without_announcement(paragraph: str, announced: Sequence[str]) -> str:
+    """Returns a paragraph without its last sentence where a table's own slide has that."""
+    sentence = _last_sentence(paragraph)
+    repeats = any(table.startswith(f"{sentence}\n\n") for table in announced)
+    return paragraph.removesuffix(sentence).rstrip() if repeats else paragraph
+
+
+def _last_sentence(paragraph: str) -> str:
+    return _sentences(paragraph)[-1]
+
+
+def _sentences(paragraph: str) -> list[str]:
+    return re.split(r"(?<=[.?!]) (?=[A-Z])", paragraph)
+
+
+def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool, is_executed: bool) -> list[nbformat.NotebookNode]:
     """Returns a slide for each section that begins in a text, one for what to look at before it, one for each table.
 
     Args:
         cell: The text.
         has_output: Whether a slide before it shows what it says to look at.
+        is_executed: Whether outputs may follow, for which a heading alone is a slide.
     """
     slides = []
     text = _FOLDED.sub("", cell.source).strip()
     for section in re.split(r"(?m)^(?=#{1,2} )", text):
+        if section.startswith(_ABOUT_THE_NOTEBOOK):
+            continue
         # A list or a formula belongs to the paragraph that announces it.
         every = [each for each in re.split(r"\n\n+(?!- |\d+\. |    )", section) if each.strip()]
         tables = [each for each in every if each.startswith("|")]
         paragraphs = [each for each in every if each not in tables and (has_output or not each.startswith(_LOOK))]
         is_heading = section.startswith("#")
         shown = paragraphs if is_heading else [each for each in paragraphs if each.startswith(_LOOK)]
-        texts = ["\n\n".join(shown[: _LONGEST_PARAGRAPHS + is_heading])] if shown else []
+        shown = shown[: _LONGEST_PARAGRAPHS + is_heading]
+        shown = [_without_cells(each) for each in shown]
         announced = [_announced(every, table) for table in tables]
+        shown = [_without_announcement(each, announced) for each in shown]
+        shown = [each for each in shown if each]
+        is_empty = not shown or (is_heading and len(shown) == 1 and not is_executed and not tables)
+        texts = [] if is_empty else ["\n\n".join(shown)]
         for number, shown_text in enumerate(texts + announced):
             slide = nbformat.v4.new_markdown_cell(shown_text)
             kind = "slide" if is_heading and number == 0 else "subslide"

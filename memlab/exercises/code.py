@@ -24,6 +24,8 @@ _IDLE = "your release frees no byte: empty the storage of each grad_data with re
 """What to do if the first release did nothing."""
 _OF_CURVE = "a step of this run has only static_bytes, peak_allocated_bytes and residual_bytes: judge by these"
 """What to do about an attribute that only a record has."""
+_OF_STEADY = "return spike where nothing stays and nothing grows, also where diagnose would call the run steady"
+"""What to do about a run without any of the four."""
 _OF_LOAD = (
     "the size has to be stored before the storage is emptied, and in the same unit; a load calls resize_ with it, and "
     "then zero_()"
@@ -114,7 +116,9 @@ class CodeCheck(Goals):
                 return self.goal(False, f"for {name}, your function ends in {error}", hint)
             kind = answer.strip().lower().removesuffix(" by phase") if isinstance(answer, str) else answer
             if kind not in KINDS:
-                return self.goal(False, f"for {name}, your function gives {answer!r}, must be one of {listed(KINDS)}")
+                hint = _OF_STEADY if kind == "steady" else ""
+                what = f"for {name}, your function gives {answer!r}, must be one of {listed(KINDS)}"
+                return self.goal(False, what, hint)
             if kind != needed:
                 return self.goal(False, f"for {name}, your function says {kind}, which is wrong: {_shown(steps)}")
         return self.goal(True, f"the function is right for {len(known)} runs of this lab and {len(unseen)} unseen ones")

@@ -10,11 +10,11 @@ from typing import Any
 from memlab.config.architectures import (
     ARCHITECTURES,
     Architecture,
-    Family,
     find_architecture,
     known_names,
     published_architecture,
 )
+from memlab.config.families import Family
 from memlab.config.hugging_face import model_name
 from memlab.config.parts.gqa import GroupedQueryAttention
 from memlab.config.parts.mla import LatentAttention

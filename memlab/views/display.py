@@ -124,7 +124,8 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
             moment; a dict of names to such dicts of the same moments, of which the figure shows a line each; an
             `OutOfMemory`; what `Lab.groups_used`, `Lab.retained`, `Lab.release_recipe`, `Lab.fit` or `diagnose`
             returned; a dict of names to bytes (int) or words.
-        pool: The pool that a step's figure shows: ``"device"``, ``"host"`` or ``"on_chip"``. The table has all pools.
+        pool: The pool that a step's figure and table show: ``"device"``, ``"host"`` or ``"on_chip"``. The device's
+            table also has the host's peak. The table of a job's ranks is always the device's.
         axis: The axis of a step's figure: ``"time"`` in milliseconds, or ``"event"``.
         above_start: Starts the figure's bytes axis at what the pool held throughout the step, as in
             `memlab.views.figures.timeline.timeline_figure`: a closer look at the activations. False starts it at 0.
@@ -144,9 +145,9 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
 
         step = things[0]
         if isinstance(step, WatchRecord):
-            text = watch_table(step)
+            text = watch_table(step, pool)
         else:
-            text = record_table(step) if isinstance(step, StepRecord) else timeline_table(step)
+            text = record_table(step, pool) if isinstance(step, StepRecord) else timeline_table(step, pool)
         return View(timeline_figure(step, pool, axis, above_start=above_start), text)
     if len(things) == 1 and isinstance(things[0], Mapping) and _are_audits(things[0]):
         from memlab.views.figures.residency import residency_figure

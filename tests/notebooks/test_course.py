@@ -115,7 +115,8 @@ def test_slides_have_a_lab_s_sections_and_figures_and_no_code() -> None:
         r"(?m)^## (.*)$", "\n".join(cell.source for cell in lab.cells if cell.cell_type == "markdown")
     )
     shown = re.sub("<[^>]*>", "", page)
-    assert [name for name in headings if name.replace("`", "") not in shown] == ["Parameters"], "it has no text"
+    missing = [name for name in headings if name.replace("`", "") not in shown]
+    assert missing == ["Parameters", "Preparation for the last exercise", "Record"], "they are about the notebook"
     assert "a figure" in page and '<script src="plotly.min.js"></script></head>' in page
     assert "to the exercises" not in page and "lab.step(" not in page
 
@@ -128,6 +129,8 @@ def test_a_table_is_a_slide_of_its_own_and_a_folded_one_is_left_out() -> None:
     assert re.findall("<t[hd][^>]*>([^<]*)</t[hd]>", page) == ["peak", "start", "high", "low"]
     *_, of_table = page.partition("<table")[0].split("<section")
     assert "One is of your job (simulated):" in of_table and "Look at" not in of_table
+    assert page.count("One is of your job (simulated):") == 1, "its own slide has the sentence"
+    assert "Look at these columns." in page
 
 
 @every_lab
@@ -156,6 +159,9 @@ def test_slides_without_figures_ask_the_questions_and_point_at_nothing_that_is_n
     assert "Why was offload still right?" in shown and "It made room for a faster layout" in shown
     assert "larger matrices and exchanges less" not in shown, "why an answer is right"
     assert "<strong>Look at</strong>" not in page
+    slides = re.findall(r"<section>(.*?)</section>", page, flags=re.DOTALL)
+    assert [text for text in slides if "<h2" in text and "<p>" not in text and "<table" not in text] == []
+    assert not re.search("fields below|next cell|code is hidden", shown), "there are no cells on a slide"
     text = "## The sum\n\nTogether they are\n\n    8h bytes\n\nper token.\n\n**Look at** the bars."
     parameters = nbformat.v4.new_code_cell("", metadata={"tags": ["parameters"]})
     page = slides_of(nbformat.v4.new_notebook(cells=[parameters, nbformat.v4.new_markdown_cell(text)]))

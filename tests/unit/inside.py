@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from memlab.lab.lab import Lab
-from memlab.lab.many_ranks import ManyRanks
 from memlab.lab.one_process import OneProcess
 from memlab.meter.labels import PRODUCTS
+
+if TYPE_CHECKING:
+    from memlab.lab.many_ranks import ManyRanks
 
 
 def inside(lab: Lab) -> OneProcess:
@@ -16,6 +20,8 @@ def inside(lab: Lab) -> OneProcess:
 
 def ranks_of(lab: Lab) -> ManyRanks:
     """Returns the session of a lab with ranks."""
+    from memlab.lab.many_ranks import ManyRanks  # with ipyparallel, which a machine with a GPU may not have
+
     assert isinstance(lab._session, ManyRanks)
     return lab._session
 

@@ -310,6 +310,14 @@ AIR = GLM | {
     "num_hidden_layers": 46, "hidden_size": 4096, "intermediate_size": 10944, "n_routed_experts": 128,
     "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "use_qk_norm": False,
 }  # fmt: skip
+GLM_FLASH: dict[str, object] = {
+    "model_type": "glm4_moe_lite", "num_hidden_layers": 47, "hidden_size": 2048, "intermediate_size": 10240,
+    "num_attention_heads": 20, "num_key_value_heads": 20, "vocab_size": 154880, "rms_norm_eps": 1e-5,
+    "n_routed_experts": 64, "num_experts_per_tok": 4, "n_shared_experts": 1, "moe_intermediate_size": 1536,
+    "routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1, "q_lora_rank": 768, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "rope_theta": 1000000,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 46, "norm_topk_prob": True,
+}  # fmt: skip
 MIXTRAL = {
     "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
     "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None, "vocab_size": 32000, "rms_norm_eps": 1e-5,
@@ -353,6 +361,11 @@ QWEN1_5_MOE = {
         (qwen_config() | QWEN1_5_MOE, "qwen1.5-moe-a2.7b"),
         (given(qwen_config() | GLM), "glm-4.5"),
         (given(qwen_config() | AIR), "glm-4.5-air"),
+        (GLM_FLASH, "glm-4.7-flash"),
+        (
+            without(GLM_FLASH, "mlp_layer_types", "n_shared_experts", "n_group", "routed_scaling_factor"),
+            "glm-4.7-flash",
+        ),
         (given(qwen_config() | MIXTRAL), "mixtral-8x7b"),
         (without(given(qwen_config() | AIR), "n_shared_experts", "n_group", "topk_group"), "glm-4.5-air"),
         (without(given(qwen_config() | AIR), "first_k_dense_replace", "routed_scaling_factor"), "glm-4.5-air"),
@@ -436,7 +449,7 @@ def test_a_model_in_a_cache_has_its_own_name(path: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "gemma3"}, "'gemma3' is not supported: memlab reads qwen3_moe, mixtral, phi3, llama, mistral"),
+        ({"model_type": "gemma3"}, "'gemma3' is not supported: memlab reads llama, mistral, phi3, qwen2"),
         ({"mlp_only_layers": [0, "1"]}, r"mlp_only_layers is \[0, '1'\], must be a list of numbers of layers"),
         ({"decoder_sparse_step": 2, "num_hidden_layers": 10**30}, "num_hidden_layers is 1000"),
         ({"model_type": "deepseek_v3", "topk_method": "best"}, "v_head_dim"),

@@ -19,16 +19,16 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.config.versions import Versions
+from memlab.engines.attention.flash_attention import flash_attention
+from memlab.engines.attention.qkv_layout import in_known_layout
+from memlab.engines.attention.unfused_attention import has_fused_softmax, unfused_attention
 from memlab.engines.megatron.attention_environment import (
     attention_backend_chosen,
     check_environment,
     check_flash_attention_is_installed,
 )
-from memlab.engines.megatron.layers.flash_attention import flash_attention
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb
-from memlab.engines.megatron.layers.qkv_layout import in_known_layout
-from memlab.engines.megatron.layers.unfused_attention import has_fused_softmax, unfused_attention
-from memlab.engines.megatron.transformer_engine_caches import simulated_causal_masks
+from memlab.engines.transformer_engine_caches import simulated_causal_masks
 from memlab.fitting.estimate import StepEstimate
 from memlab.fitting.suggestions import suggestions
 from memlab.lab.lab import Lab

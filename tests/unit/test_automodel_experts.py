@@ -22,7 +22,7 @@ from memlab.views.text.record import without_state
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 from memlab.engines.fsdp2.automodel_classes import change_classes
 from memlab.engines.fsdp2.hugging_face import build_model
-from memlab.engines.megatron.transformer_engine_caches import TE_WORKSPACE_BYTES
+from memlab.engines.transformer_engine_caches import TE_WORKSPACE_BYTES
 from tests.unit.saved import saved_tensors, storage_bytes
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

@@ -98,7 +98,7 @@ def test_ranks_share_experts_beside_dense_layers_and_with_biases(
             "classes with model_classes",
         ),
         ("gpt-oss-tiny", {"model_classes": "automodel_0.7.0"}, "only as in August 2026: choose automodel"),
-        ("glm-4.7-flash", {}, "does not have NeMo Automodel's class of glm-4.7-flash"),
+        ("glm-4.7-flash", {}, "family glm4_moe_lite, which this engine does not build yet"),
     ],
 )
 def test_what_is_not_predicted_is_refused(model: str, state: dict[str, Any], message: str) -> None:

@@ -94,6 +94,10 @@ def fake_lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
         ("measure phi-4-tiny --micro-batch-size 0", "micro_batch_size is 0, must be a whole number of at least 1"),
         ("measure phi-4-tiny --dtype fp8", "dtype is 'fp8', must be one of bf16, fp32"),
         ("measure phi-4-tiny --seq-len 8", "unrecognized arguments: --seq-len 8"),
+        (
+            "predict --model phi-4-tiny",
+            "give the model without a flag, as the first argument: see memlab predict --help",
+        ),
         ("predict phi-4-tiny --seq-lenght 8", "did you mean --seq-length? All flags: see memlab predict --help"),
         (
             "measure phi-4-tiny --recompute-granularity some",

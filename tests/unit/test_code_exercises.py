@@ -557,6 +557,7 @@ WRONG_KINDS = {
         "your function says growth, which is wrong",
     ),
     "what only a record has": ("steps[0].loss\n" + KIND_OF, "Hint: a step of this run has only static_bytes"),
+    "steady": (KIND_OF.replace('"spike"', '"steady"'), "also where diagnose would call the run steady"),
     "another word": (KIND_OF.replace('"leak"', '"memory leak"'), "must be one of leak, retention, growth and spike"),
     "nothing": ("pass", "your function gives None, must be one of"),
     "a number": ("return 3", "your function gives 3, must be one of"),

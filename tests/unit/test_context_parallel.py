@@ -21,12 +21,12 @@ from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
+from memlab.engines.attention import context_parallel, packed_context_parallel
+from memlab.engines.attention.context_parallel import RingAttention
+from memlab.engines.attention.flash_attention import flash_attention, packed_flash_attention
+from memlab.engines.attention.fused_attention import CausalAttention, PackedAttention
+from memlab.engines.attention.packed_context_parallel import PackedRingAttention
 from memlab.engines.megatron import training_step
-from memlab.engines.megatron.layers import context_parallel, packed_context_parallel
-from memlab.engines.megatron.layers.context_parallel import RingAttention
-from memlab.engines.megatron.layers.flash_attention import flash_attention, packed_flash_attention
-from memlab.engines.megatron.layers.packed_context_parallel import PackedRingAttention
-from memlab.engines.megatron.layers.torch_functions import CausalAttention, PackedAttention
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from memlab.vocabulary import PHASES, POOLS

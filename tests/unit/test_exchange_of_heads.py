@@ -9,9 +9,9 @@ import torch
 
 from memlab import Lab, Layout, MemorySettings, Scenario, TrainingState
 from memlab.config import without_effect
-from memlab.engines.megatron.layers.all_to_all_attention import AllToAllAttention
-from memlab.engines.megatron.layers.flash_attention import flash_attention
-from memlab.engines.megatron.layers.torch_functions import CausalAttention
+from memlab.engines.attention.all_to_all_attention import AllToAllAttention
+from memlab.engines.attention.flash_attention import flash_attention
+from memlab.engines.attention.fused_attention import CausalAttention
 from tests.unit.ranks import on_ranks
 from tests.unit.saved import saved_tensors
 from tests.unit.test_context_parallel import chunks

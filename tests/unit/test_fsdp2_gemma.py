@@ -14,7 +14,8 @@ from memlab import Lab, MemorySettings, TrainingState
 from memlab.backends import find_backend
 from memlab.backends.simulated import predicting
 from memlab.config.architectures import Architecture
-from memlab.config.hugging_face import _MODEL_TYPES, _ROTARY_BASES, architecture_fields
+from memlab.config.families import FAMILIES
+from memlab.config.hugging_face import architecture_fields
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.validation import RuleError
@@ -131,12 +132,16 @@ def test_the_rotary_base_of_layers_with_windows_is_transformers_default_or_refus
             gemma("gemma3_text", **values)
 
 
-def test_a_rotary_base_that_the_file_does_not_give_is_transformers_own() -> None:
-    """Mixtral's, MiniMax-M2's and Gemma 3's were taken for 10000."""
+def test_what_a_file_does_not_give_is_transformers_own() -> None:
+    """Rotary bases of three families were taken for 10000, and DeepSeek-V3's and GLM's probabilities not to add up."""
     from transformers import AutoConfig
 
-    # transformers does not have the first, and the second has no positions.
-    for name in _MODEL_TYPES.keys() - {"kimi_k2", "nemotron_h"}:
-        rope = AutoConfig.for_model(name).rope_parameters
-        theirs = rope.get("full_attention", rope)["rope_theta"]
-        assert _ROTARY_BASES.get(name, 10000.0) == theirs, name
+    for name, row in FAMILIES.items():
+        if name in ("kimi_k2", "gpt2"):  # transformers does not have the first
+            continue
+        theirs = AutoConfig.for_model(name)
+        if name != "nemotron_h":  # without positions
+            rope = theirs.rope_parameters
+            assert row.rotary_base == rope.get("full_attention", rope)["rope_theta"], name
+        if hasattr(theirs, "norm_topk_prob"):
+            assert row.config is not None and row.config.normalizes_topk == theirs.norm_topk_prob, name

@@ -141,6 +141,10 @@ def test_several_runs_of_the_schedule_keep_reduced_gradients_between_them() -> N
             {"layout": Layout(pipeline_model_parallel_size=2, pipeline_model_parallel_layout="Etttt|L")},
             "a stage has no layer",
         ),
+        (
+            {"layout": Layout(pipeline_model_parallel_size=3)},
+            "choose from 1, 2, 4.*, or set pipeline_model_parallel_layout$",
+        ),
     ],
 )
 def test_what_stages_do_not_have_is_refused_by_name(others: dict[str, Any], words: str) -> None:

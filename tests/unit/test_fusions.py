@@ -13,7 +13,7 @@ from memlab.backends.simulated import of_the_cpu_backend
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.engines.megatron.transformer_engine_caches import simulated_unused_gradients
+from memlab.engines.transformer_engine_caches import simulated_unused_gradients
 from memlab.lab.lab import Lab
 from tests.unit.inside import inside
 from tests.unit.live import FULL, gradients_of_step, offload, recompute

@@ -7,7 +7,7 @@ import torch
 
 from memlab import Lab
 from memlab.backends.kernel_temporaries import bytes_of_sum
-from memlab.engines.megatron.layers import attention_workspace
+from memlab.engines.attention import workspace
 from memlab.engines.megatron.layers.norm_workspace import bytes_of_workspace
 from memlab.meter.labels import Product
 from tests.unit.inside import inside
@@ -81,7 +81,7 @@ def test_attention_s_backward_has_the_workspace_that_an_h200_allocated(
     """The requests of cuDNN's kernel: Transformer Engine 2.16.1, torch 2.11.0+cu130, bf16."""
     sizes = ((heads, channels), (groups, channels), (groups, of_values))
     query, key, value = (torch.Size((tokens, batch, *each)) for each in sizes)
-    assert attention_workspace.bytes_of_workspace(query, key, value) == num_bytes
+    assert workspace.bytes_of_workspace(query, key, value) == num_bytes
 
 
 def test_the_first_pass_of_experts_leaves_triton_s_buffer_in_the_cache() -> None:

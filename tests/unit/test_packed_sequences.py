@@ -17,9 +17,9 @@ from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.engines.megatron.layers.flash_attention import packed_flash_attention
+from memlab.engines.attention.flash_attention import packed_flash_attention
+from memlab.engines.attention.fused_attention import PackedAttention
 from memlab.engines.megatron.layers.fused_rope import fused_apply_rotary_pos_emb_thd
-from memlab.engines.megatron.layers.torch_functions import PackedAttention
 from memlab.lab.lab import Lab
 from tests.unit.live import FULL, gradients_of_step, offload
 

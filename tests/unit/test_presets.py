@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from memlab.config.architectures import ARCHITECTURES
+from memlab.config.families import FAMILIES
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.option import options_of
-from memlab.config.scenario import FAMILIES_OF_FSDP2, Scenario
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.job import Job
@@ -36,7 +37,7 @@ def test_a_preset_names_its_source_and_every_model_takes_it(name: str) -> None:
             continue  # Transformer Engine has no such kernel, or memlab does not predict it
         if preset.engine != "fsdp2" and architecture.only_in_transformers:
             continue  # memlab has it with FSDP2 only
-        if preset.engine == "fsdp2" and architecture.family not in FAMILIES_OF_FSDP2:
+        if preset.engine == "fsdp2" and not FAMILIES[architecture.family].fsdp2:
             continue  # the engine does not build it
         scenario = Scenario.of(architecture, state=preset.state, engine=preset.engine or "megatron")
         check_on_model(preset.settings, scenario)

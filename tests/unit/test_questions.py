@@ -49,6 +49,9 @@ def test_the_result_stands_beside_the_guess(
     [
         ("40 %", "%", 28, "40 % (12 percentage points too high)"),
         ("about 40%", "%", 71.19, "40 % (31.19 percentage points too low)"),
+        ("0.28", "%", 28, "0.28 % (27.72 percentage points too low; as a share of 1 it would be 28 %)"),
+        ("0.28 %", "%", 28, "0.28 % (27.72 percentage points too low)"),
+        ("0.5", "%", 0.4, "0.5 % (0.1 percentage points too high)"),
         ("71,2", "%", 71.19, "71.2 % (0.01 percentage points too high)"),  # a decimal comma
         ("0,7", "GiB", 0.7, "0.7 GiB (exact)"),
         ("-1,438.5", "bytes", -1438.5, "-1,438.5 bytes (exact)"),
@@ -108,6 +111,12 @@ YES_OR_NO = "Is the loss still the same: yes or no?"
         (HIGHER, "no higher", "higher", "no higher (wrong)"),
         (HIGHER, "not higher", "higher", "not higher (wrong)"),
         (HIGHER, "not equal, but higher", "higher", "not equal, but higher"),
+        (HIGHER, "larger", "higher", "larger (right)"),
+        (HIGHER, "smaller", "higher", "smaller (wrong)"),
+        (HIGHER, "the same", "higher", "the same (wrong)"),
+        (HIGHER, "H", "higher", "H (right)"),
+        (HIGHER, "l", "higher", "l (wrong)"),
+        (HIGHER, "x", "higher", "x"),
         (YES_OR_NO, "y", "yes, to the last bit", "y (right)"),
         (YES_OR_NO, "n", "yes, to the last bit", "n (wrong)"),
         (YES_OR_NO, "no", "no", "no (right)"),
@@ -125,7 +134,7 @@ YES_OR_NO = "Is the loss still the same: yes or no?"
         ("What is last: load, hand over, or broadcast?", "the", "hand over", "the"),
         ("Which module copies nothing?", "moe", "moe_act", "moe"),
         # Other words may mean the same.
-        ("Is it lower, equal or higher?", "same", "equal", "same"),
+        ("Is it lower, equal or higher?", "unchanged", "equal", "unchanged"),
         ("Is it lower, equal or higher?", "?", "equal", "?"),
     ],
 )

@@ -21,7 +21,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError
 from memlab.engines.megatron import training_step
-from memlab.engines.megatron.routing_draws import RoutingDraws
+from memlab.engines.routing_draws import RoutingDraws
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.lab.lab import Lab

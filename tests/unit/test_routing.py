@@ -14,7 +14,7 @@ import torch
 from memlab.backends.simulated_routing import _counts
 from memlab.config.layout import Layout
 from memlab.config.routing import Routing, find_routing
-from memlab.engines.megatron.routing_draws import RoutingDraws
+from memlab.engines.routing_draws import RoutingDraws
 from memlab.lab.lab import Lab
 from tests.unit.corruption import corruptions
 from tests.unit.refusal import refusal

@@ -194,6 +194,12 @@ def test_auto_never_takes_it() -> None:
     assert find_backend("auto").name in ("cpu", "cuda")
 
 
+def test_nothing_is_decided_by_a_tensor_without_values() -> None:
+    """Each was true, so that code went on as if a condition held of which nothing is known."""
+    with FakeCuda(), pytest.raises(RuntimeError, match=r"test_simulated_backend.py: .* asks whether a tensor without"):
+        bool(torch.ones(1, device="cuda") > 0)
+
+
 def test_the_meter_sees_a_view_only_if_it_would_find_something_new() -> None:
     labels = Labels()
     meter, operations = simulated_meter(labels), list[Any]()

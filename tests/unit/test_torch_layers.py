@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from memlab.engines.attention.fused_attention import CausalAttention, PackedAttention
 from memlab.engines.megatron.layers.compiled_activations import quick_gelu
 from memlab.engines.megatron.layers.torch_functions import (
-    CausalAttention,
     GroupedLinear,
     Linear,
     Norm,
     NormLinear,
-    PackedAttention,
 )
 from memlab.engines.megatron.layers.torch_moe import permute_with_probs, sort_chunks_by_index_with_probs, unpermute
 from memlab.record.timeline import Timeline

@@ -612,6 +612,27 @@ def modules_listed(record: StepRecord) -> dict[str, int]:
     return {row[1]: int(row[2].replace(",", "")) for row in rows if row}
 
 
+def test_the_table_of_the_host_shows_what_stays_there_and_what_grew() -> None:
+    """Without a browser, the table is all that a reader sees of `show(step, pool="host")`."""
+    step = TimelineBuilder()
+    step.opening("parameters", 40 * MIB)
+    step.opening("activations", 8 * MIB, "decoder.layers.0.self_attention", pool="host")
+    for step.phase, size in (("forward", 2 * MIB), ("backward", -2 * MIB)):
+        step.event(size, "activations", "decoder.layers.0.mlp.experts", pool="host", after=1)
+    record = record_of(step.build())
+    for thing in (record, record.timeline):
+        table = show(thing, pool="host").table
+        assert "the peak of the host is in forward of decoder.layers.0.mlp.experts" in table
+        rows = re.findall(r"(?m)^host, (.*?)  +(\d+\.\d\d) .* (\S+%)$", table)
+        assert rows == [
+            ("the step's peak", "10.00", "100.0%"),
+            ("at the step's start", "8.00", "80.0%"),
+            ("what grew from the start to the peak", "2.00", "20.0%"),
+            ("at the step's end", "8.00", "80.0%"),
+        ]
+        assert "device" not in table and "40.00" not in table
+
+
 def test_record_table_shows_ten_modules_and_the_rest_as_one() -> None:
     sizes = {f"decoder.module_{number}": GIB - number for number in range(23)}
     listed = modules_listed(replace(PLAIN, peak_by_module=sizes, peak_allocated_bytes=sum(sizes.values())))

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from memlab.commands.shared.job_flags import job_of_flags
 from memlab.config.allocator_settings import AllocatorSettings
-from memlab.config.architectures import Architecture, Family, find_architecture
+from memlab.config.architectures import Architecture, find_architecture
+from memlab.config.families import FAMILIES
 from memlab.config.layout import MOST_RANKS, Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.option import options_of
@@ -24,8 +25,6 @@ from memlab.jobs.writing import check_engine_of
 _Options = TypeVar("_Options", MemorySettings, TrainingState, AllocatorSettings)
 _MANY_PASSES = 4
 """Per pipeline stage. Micro-batches beyond a few repeat what was allocated before."""
-_WITH_SHORTER_LAST_STAGE: tuple[Family, ...] = ("deepseek_v3", "kimi_k2")
-"""Models of 61 layers; their last stage is shorter in Megatron-Bridge's recipes."""
 _TOGETHER = ("recompute_", "offload_modules", "logprobs_chunk_size", "fp8_", "cross_entropy_")
 """Beginnings of names: a flag of such a group replaces all of the job's settings of the group."""
 
@@ -139,7 +138,7 @@ def _laid_over(of_job: Layout, arguments: argparse.Namespace, world_size: int, r
 
 def _as_published(layout: Layout, model: Architecture, num_layers: int | None) -> Layout:
     """Returns the layout with which a whole model is trained whose number of layers hardly any number divides."""
-    whole = num_layers in (None, model.num_layers) and model.family in _WITH_SHORTER_LAST_STAGE
+    whole = num_layers in (None, model.num_layers) and FAMILIES[model.family].shorter_last_stage
     split = layout.with_shorter_last_stage(model.num_layers) if whole else layout
     if split != layout:
         last, stages = split.num_layers_in_last_pipeline_stage, layout.pipeline_model_parallel_size

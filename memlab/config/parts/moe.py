@@ -186,9 +186,7 @@ class Experts(FeedForward):
             "moe_ffn_hidden_size": config.whole("moe_intermediate_size" if has_own_width else "intermediate_size"),
             "moe_aux_loss_coeff": config.number_of_either("router_aux_loss_coef", "aux_loss_alpha", default=0.001),
             # Mixtral and Qwen3.5 have no such field, and always normalise.
-            "moe_router_pre_softmax": not config.flag(
-                "norm_topk_prob", default=kind.has_delta_net or (not has_own_width and kind.normalizes_topk)
-            ),
+            "moe_router_pre_softmax": not config.flag("norm_topk_prob", default=kind.normalizes_topk),
             "moe_layer_freq": _pattern_of_config(config, kind),
             **(_clamped_gate_of_config(config) if kind.has_sinks else {}),
             **_router_of_config(config, kind),
@@ -345,8 +343,13 @@ def _clamped_gate_of_config(config: ConfigJson) -> dict[str, Any]:
 def _pattern_of_config(config: ConfigJson, kind: ModelType) -> tuple[int, ...] | None:
     """Returns which layers have experts.
 
-    After ``Qwen3MoeDecoderLayer`` and ``DeepseekV3DecoderLayer`` in transformers 5.24.
+    After ``Glm4MoeLiteConfig``, ``Qwen3MoeDecoderLayer`` and ``DeepseekV3DecoderLayer`` in transformers 5.24.
     """
+    listed = config.values.get("mlp_layer_types")  # of glm4_moe_lite
+    if listed is not None:
+        if not isinstance(listed, list) or not {*map(str, listed)} <= {"dense", "sparse"}:
+            raise ValueError(f"mlp_layer_types is {shortened(listed)}, must be a list of dense and sparse: correct it")
+        return tuple(int(kind == "sparse") for kind in listed)
     every, dense = config.whole("decoder_sparse_step", default=1), config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(is_whole_number(layer, at_least=0) for layer in dense):
         raise ValueError(f"mlp_only_layers is {shortened(dense)}, must be a list of numbers of layers: correct it")

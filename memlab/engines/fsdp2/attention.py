@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from memlab.config.scenario import Scenario
+from memlab.engines.attention.flash_attention import flash_attention_of_torch, packed_flash_attention_of_views
+from memlab.engines.attention.kernel import new_random_state
+from memlab.engines.attention.packed_sequences import ends_of
 from memlab.engines.fsdp2 import ulysses
 from memlab.engines.fsdp2.context_parallel import attend_over_ranks
 from memlab.engines.fsdp2.selective_checkpoint import as_one_operation
-from memlab.engines.megatron.layers.flash_attention import flash_attention_of_torch, packed_flash_attention_of_views
-from memlab.engines.megatron.layers.torch_functions import new_random_state
-from memlab.engines.megatron.packed_sequences import ends_of
 from memlab.meter.labels import one_kernel
 
 _PREFIX = "memlab_"

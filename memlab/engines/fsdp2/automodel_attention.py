@@ -11,13 +11,14 @@ from typing import Any
 import torch
 
 from memlab.config.scenario import Scenario
+from memlab.engines.attention.flash_attention import flash_attention_of_torch
+from memlab.engines.attention.fused_attention import PackedAttention
+from memlab.engines.attention.kernel import attend, attend_backward
+from memlab.engines.attention.packed_sequences import ends_of
+from memlab.engines.attention.qkv_layout import in_known_layout
+from memlab.engines.attention.workspace import bytes_of_workspace
 from memlab.engines.fsdp2.automodel_norm import Norm
 from memlab.engines.fsdp2.selective_checkpoint import as_one_operation
-from memlab.engines.megatron.layers.attention_workspace import bytes_of_workspace
-from memlab.engines.megatron.layers.flash_attention import flash_attention_of_torch
-from memlab.engines.megatron.layers.qkv_layout import in_known_layout
-from memlab.engines.megatron.layers.torch_functions import PackedAttention, attend, attend_backward
-from memlab.engines.megatron.packed_sequences import ends_of
 from memlab.meter.labels import one_kernel
 
 _NOT_KEPT = partial(as_one_operation, is_kept=False)

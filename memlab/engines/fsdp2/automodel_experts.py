@@ -23,7 +23,7 @@ from memlab.engines.fsdp2.automodel_bias import multiplied_with_bias
 from memlab.engines.fsdp2.automodel_latent import ComplexRotations, LatentAttention
 from memlab.engines.fsdp2.automodel_norm import Norm
 from memlab.engines.fsdp2.automodel_router import router_of
-from memlab.engines.megatron.routing_draws import RoutingDraws
+from memlab.engines.routing_draws import RoutingDraws
 
 
 def change_experts(module: Any, scenario: Scenario) -> None:

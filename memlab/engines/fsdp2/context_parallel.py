@@ -18,9 +18,9 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from memlab.config.scenario import Scenario
-from memlab.engines.megatron.layers.flash_attention import backward_buffers
-from memlab.engines.megatron.layers.torch_functions import attend, attend_backward, new_random_state
-from memlab.engines.megatron.packed_sequences import chunks_of_rank
+from memlab.engines.attention.flash_attention import backward_buffers
+from memlab.engines.attention.kernel import attend, attend_backward, new_random_state
+from memlab.engines.attention.packed_sequences import chunks_of_rank
 from memlab.meter.labels import one_kernel
 
 

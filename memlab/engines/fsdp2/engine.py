@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.engines import transformer_engine_caches
 from memlab.engines.fsdp2 import selective_checkpoint
 from memlab.engines.fsdp2 import training_step as steps
 from memlab.engines.fsdp2.automodel_classes import CHECKPOINTED
@@ -27,7 +28,6 @@ from memlab.engines.fsdp2.flat_model import FlatModel
 from memlab.engines.fsdp2.groups import ShardedGroups, holdings
 from memlab.engines.fsdp2.hugging_face import check_installed
 from memlab.engines.fsdp2.sharded_model import ShardedModel
-from memlab.engines.megatron import transformer_engine_caches
 from memlab.engines.protocol import ALL_MICROBATCHES, Held, HeldTensor, Microbatches, Place
 from memlab.engines.residency.own_gradient_moves import Move
 from memlab.engines.residency.residency import Residency

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from megatron.core import parallel_state
 
-from memlab.engines.megatron.packed_sequences import chunks_of_rank
+from memlab.engines.attention.packed_sequences import chunks_of_rank
 
 
 def causal_mask(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

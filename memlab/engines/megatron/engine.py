@@ -17,13 +17,8 @@ import torch
 from memlab.config.model_restrictions import checkpoints_moe_layers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.engines.megatron import (
-    apply_settings,
-    as_built,
-    cpu_optimizer,
-    data_parallel_overlap,
-    transformer_engine_caches,
-)
+from memlab.engines import transformer_engine_caches
+from memlab.engines.megatron import apply_settings, as_built, cpu_optimizer, data_parallel_overlap
 from memlab.engines.megatron import build as building
 from memlab.engines.megatron import holdings as walk
 from memlab.engines.megatron import recover_failed_step as recovery

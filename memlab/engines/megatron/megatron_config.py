@@ -25,7 +25,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError
 from memlab.engines.megatron import megatron_versions
-from memlab.engines.megatron.routing_draws import RoutingDraws
+from memlab.engines.routing_draws import RoutingDraws
 
 # Weights stay as they are from step to step: a loss that differs between two settings is then a setting's fault. Adam
 # still allocates and updates everything that it does at any other rate.

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import random
 
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import COMPARE_WITH_TEACHER, TrainingState
+from memlab.engines.attention.packed_sequences import chunks_of_rank
 from memlab.engines.megatron import data_parallel_overlap
 from memlab.engines.megatron.activation_offload import manager as offload_manager
 from memlab.engines.megatron.adapters import without_adapters
@@ -24,7 +25,7 @@ from memlab.engines.megatron.frozen_stages import alone, has_joined_stages, join
 from memlab.engines.megatron.graph_capture import captured
 from memlab.engines.megatron.losses import Teacher, largest_of_swift
 from memlab.engines.megatron.megatron_versions import zero_auxiliary_losses
-from memlab.engines.megatron.packed_sequences import chunks_of_rank, packed_sequence_params, shifted
+from memlab.engines.megatron.packed_rows import packed_sequence_params, shifted
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
 from memlab.meter.labels import Labels
 from memlab.upstream.patching import patched

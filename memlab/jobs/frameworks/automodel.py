@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.config.architectures import Architecture
-from memlab.config.scenario import FAMILIES_OF_AUTOMODEL, Scenario
+from memlab.config.families import FAMILIES
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.automodel_experts import take_experts
 from memlab.jobs.frameworks.automodel_pipeline import (
@@ -437,9 +438,9 @@ def complete_refused(reading: Reading) -> None:
 
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     """Notes in what the class that Automodel builds of this model differs from that of transformers."""
-    family, is_of_transformers = architecture.family, reading.values.pop("is_of_transformers")
+    is_of_transformers = reading.values.pop("is_of_transformers")
     take_chunks(reading, architecture)
-    if family not in FAMILIES_OF_AUTOMODEL or is_of_transformers:
+    if is_of_transformers or not _has_own_class(architecture):
         check_family(reading, architecture)
         if reading.get("model.use_liger_kernel", default=True):
             reading.miss("model.use_liger_kernel", "less", "where it is installed, Liger's norms and MLPs keep less")
@@ -453,8 +454,8 @@ def _take_own_classes(reading: Reading, architecture: Architecture) -> None:
         reading.values["model_classes"] = "automodel_0.7.0" if reading.version == _RELEASE else "automodel"
         take_experts(reading, architecture)
         return
-    family = architecture.family
-    norm, has_own_norms = reading.get("model.backend.rms_norm", default=_NORM), family != "qwen3"
+    has_own_norms = not FAMILIES[architecture.family].norms_of_transformers
+    norm = reading.get("model.backend.rms_norm", default=_NORM)
     rotates_in_place = reading.get("model.backend.rope", default="torch") != "torch"
     if has_own_norms and reading.values.get("sequence_parallel"):
         reading.miss(
@@ -478,7 +479,8 @@ def _take_own_classes(reading: Reading, architecture: Architecture) -> None:
 
 
 def _has_own_class(architecture: Architecture) -> bool:
-    return architecture.family in FAMILIES_OF_AUTOMODEL
+    family = FAMILIES[architecture.family]
+    return family.automodel or bool(family.lacks_of_automodel)
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:

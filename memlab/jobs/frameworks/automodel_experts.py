@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from memlab.config.architectures import Architecture
+from memlab.config.families import FAMILIES
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import Effect
 
@@ -77,8 +78,9 @@ def _refuse(reading: Reading, model: Architecture) -> None:
         "latent attention that is not Transformer Engine's": model.multi_latent_attention and not of_te,
         "sinks in attention that is not Transformer Engine's": model.softmax_type == "learnable" and not of_te,
         "the release's biases": model.add_bias_linear and reading.version == "0.7.0",
-        "weights of a router after the experts": model.name.startswith("glm-"),
     }
+    if lacks := FAMILIES[model.family].lacks_of_automodel:
+        both[lacks] = True
     for what, is_on in both.items():
         if is_on:
             reading.lacks.append(f"Automodel's own experts beside {what}")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from memlab.config.architectures import ARCHITECTURES, Architecture, Family
+from memlab.config.architectures import ARCHITECTURES, Architecture
+from memlab.config.families import Family
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import Missing, is_false, is_given
 from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE, COMPUTE, SIZES
@@ -19,6 +20,7 @@ PROVIDER_DEFAULTS = {"gradient_accumulation_fusion": True, "moe_permute_fusion":
 those of models with experts the permutation of tokens (``models/qwen/qwen3_moe_bridge.py`` and others)."""
 _CORE = {key.field: key.default for key in COMPUTE}
 """Megatron-Core's own defaults: a framework that has another one says it, and the provider does not replace it."""
+_TRAINS_EXTRA_LAYERS: tuple[Family, ...] = ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite")
 _OF_DEEPSEEK = {
     "bias_activation_fusion": True,
     "moe_router_load_balancing_type": "seq_aux_loss",
@@ -38,7 +40,7 @@ _SET_BY_PROVIDER: dict[Family, dict[str, Any]] = {
     },
     "qwen3_next": {"moe_router_load_balancing_type": "global_aux_loss", "moe_router_dtype": "fp32"},
     "deepseek_v2": _OF_DEEPSEEK,
-    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe"), _OF_DEEPSEEK | {"moe_shared_expert_overlap": True}),
+    **dict.fromkeys(_TRAINS_EXTRA_LAYERS, _OF_DEEPSEEK | {"moe_shared_expert_overlap": True}),
 }
 """What the provider of a family sets otherwise than Megatron-Core (``models/llama/llama_bridge.py``,
 ``models/deepseek/deepseek_v3_bridge.py``, ``models/nemotronh/nemotron_h_bridge.py``, ``models/glm/glm45_bridge.py``,
@@ -48,7 +50,6 @@ of other families set none of it."""
 _DIVIDES_BY_ALL_TOKENS = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """Families whose providers switch a loss per token on where ranks share a sequence (``finalize`` in
 ``models/qwen_vl/qwen3_vl_provider.py`` and ``qwen35_vl_provider.py``, 067f987d)."""
-_TRAINS_EXTRA_LAYERS: tuple[Family, ...] = ("deepseek_v3", "kimi_k2", "glm4_moe")
 _EXTRA_LAYERS = {"deepseek-v3": 1, "glm-4.5": 1, "glm-4.5-air": 1, "glm-4.7-flash": 1}
 """Layers of multi-token prediction of published models (``num_nextn_predict_layers`` of their config.json), which
 Megatron-Bridge itself trains by default (``CONFIG_MAPPING`` in ``models/conversion/model_bridge.py``); verl and SkyRL

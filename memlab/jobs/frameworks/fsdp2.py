@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 from memlab.config.architectures import Architecture
+from memlab.config.families import FAMILIES, families_with
 from memlab.config.lora import NAMES_OF_TRANSFORMERS, LibraryOfFsdp2, LoRA
-from memlab.config.scenario import FAMILIES_OF_FSDP2, Scenario
+from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import AttnImplementation
 from memlab.config.transformers_linears import adapted_linears, own_names
@@ -260,11 +261,11 @@ def check_family(reading: Reading, architecture: Architecture) -> None:
     Raises:
         ValueError: If it does not.
     """
-    if architecture.family not in FAMILIES_OF_FSDP2:
+    if not FAMILIES[architecture.family].fsdp2:
         reading.lacks.append(f"the family {architecture.family} under FSDP2")
         raise ValueError(
             f"{architecture.name} is of the family {architecture.family}, which memlab does not build under FSDP2: it "
-            f"has {', '.join(FAMILIES_OF_FSDP2)}"
+            f"has {', '.join(families_with('fsdp2'))}"
         )
 
 

@@ -88,16 +88,20 @@ def guess_and_result(guessed: str, result: float | str, unit: str = "", question
         names_unit = unit and not unit.startswith("of ") and re.match(r"\W*\d", guessed)
         action = f"enter a number in {unit}" if names_unit else "enter a number"
         return f"{shown}; your guess: {guessed.strip()} ({action} to compare the two)"
-    return f"{shown}; your guess: {amount(number, unit)}{_distance(number, result, unit)}"
+    distance = _distance(number, result, unit)
+    if unit == "%" and 0 < number < 1 < result and not re.search("%|per ?cent", guessed.casefold()):
+        distance = f"{distance.removesuffix(')')}; as a share of 1 it would be {amount(100 * number, unit)})"
+    return f"{shown}; your guess: {amount(number, unit)}{distance}"
 
 
 _FILLERS = {"", "a", "an", "at", "do", "in", "is", "it", "the"}
 _NEGATIONS = {"not", "never", "cannot", "neither", "nor", "except", "but", "without"}
 _SPELLINGS = {"y": "yes", "n": "no", "does": "do"}
+_SPELLINGS |= dict.fromkeys(("larger", "greater", "bigger"), "higher") | {"smaller": "lower", "same": "equal"}
 
 
 def _verdict(guessed: str, result: str, question: str) -> str:
-    in_order = [_words(text) for text in (guessed, result, question)]
+    in_order = [_words(text) for text in (_spelled_out(guessed, question), result, question)]
     guess, right, asked = (set(words) - _FILLERS for words in in_order)
     if not guess:
         return ""
@@ -111,6 +115,14 @@ def _verdict(guessed: str, result: str, question: str) -> str:
         # The word "rank" alone does not say which one.
         return " (right)" if all(word in guess for word in right if word.isdigit()) else ""
     return " (wrong)" if guess <= asked else ""
+
+
+def _spelled_out(guessed: str, question: str) -> str:
+    """Returns the choice of the question that a single letter stands for, such as ``h`` for ``higher``."""
+    letter = guessed.strip().casefold()
+    lists = re.findall(r"(?:\w+, )*\w+ or \w+", question.casefold())
+    choices = [word for words in lists for word in re.findall(r"\w+", words) if word != "or" and word[0] == letter]
+    return choices[0] if len(choices) == 1 else guessed
 
 
 def _words(text: str) -> list[str]:

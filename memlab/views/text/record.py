@@ -99,16 +99,39 @@ def version_lines(record: StepRecord) -> list[str]:
     return [f"versions: {scenario.versions.words(scenario.engine, core)}", *remarks]
 
 
-def record_table(record: StepRecord) -> str:
+def record_table(record: StepRecord, pool: str = "device") -> str:
     """Writes one step: its peak and what made it up, what stayed, what was transferred, how long it took.
 
     Args:
-        record: Any record; it needs no timeline.
+        record: Any record; it needs no timeline for the device.
+        pool: What the table is about, such as ``"host"``. A record without a timeline has the device's table only.
 
     Returns:
         Lines of at most `LINE_WIDTH` characters.
     """
-    entries: list[tuple[str, int | None]] = [
+    timeline = record.timeline if pool != "device" else None
+    pool = pool if timeline is not None else "device"
+    entries = _device_entries(record) if timeline is None else pool_entries(timeline, pool)
+    peak_bytes = record.peak_allocated_bytes if timeline is None else timeline.peak_bytes(pool)
+    place = f"on {record.backend}{rank_words(record.scenario.layout)}, step {record.step_index}"
+    head = [f"{without_state(record.scenario)}, {place}"]
+    head += [*state_lines(record.scenario), f"settings: {record.settings}", *version_lines(record)]
+    if timeline is not None:
+        head.append(_place_of_peak(timeline, pool))
+    elif record.peak_phase:
+        head.append(f"peak phase: {record.peak_phase}")
+    head += [] if record.status == "ok" else [f"{record.status.replace('_', ' ')}: {record.message}"]
+    blocks: list[Block] = [head, entries_table(entries, peak_bytes, pool), [_time_line(record)]]
+    if record.without_effect:
+        reasons = (f"  {name.replace(':', ' ')}: {reason}" for name, reason in record.without_effect.items())
+        blocks.append(["settings that had no effect here:", *reasons])
+    if record.out_of_memory is not None:
+        blocks += _evidence_blocks(record.out_of_memory)
+    return as_text(blocks)
+
+
+def _device_entries(record: StepRecord) -> list[tuple[str, int | None]]:
+    return [
         *peak_entries(record.peak_allocated_bytes, record.peak_by_category, record.peak_by_module),
         ("device, at the step's start", record.static_bytes),
         activation_peak_entry(record.activation_peak_bytes),
@@ -120,18 +143,6 @@ def record_table(record: StepRecord) -> str:
         *((f"  offloaded in the step: {name}", size) for name, size in record.offloaded_bytes_by_module.items()),
         *((f"device, removed after the step: {name}", size) for name, size in record.offloaded_bytes_by_group.items()),
     ]
-    place = f"on {record.backend}{rank_words(record.scenario.layout)}, step {record.step_index}"
-    head = [f"{without_state(record.scenario)}, {place}"]
-    head += [*state_lines(record.scenario), f"settings: {record.settings}", *version_lines(record)]
-    head += [f"peak phase: {record.peak_phase}"] if record.peak_phase else []
-    head += [] if record.status == "ok" else [f"{record.status.replace('_', ' ')}: {record.message}"]
-    blocks: list[Block] = [head, entries_table(entries, record.peak_allocated_bytes), [_time_line(record)]]
-    if record.without_effect:
-        reasons = (f"  {name.replace(':', ' ')}: {reason}" for name, reason in record.without_effect.items())
-        blocks.append(["settings that had no effect here:", *reasons])
-    if record.out_of_memory is not None:
-        blocks += _evidence_blocks(record.out_of_memory)
-    return as_text(blocks)
 
 
 def _bound_entries(record: StepRecord) -> list[tuple[str, int]]:
@@ -148,10 +159,13 @@ def activation_peak_entry(num_bytes: int) -> tuple[str, int]:
     return f"device, activation peak {'below' if num_bytes < 0 else 'above'} the start", abs(num_bytes)
 
 
-def timeline_table(timeline: Timeline) -> str:
-    """Writes the device peak of a timeline that belongs to no record, such as one read from a snapshot."""
+def timeline_table(timeline: Timeline, pool: str = "device") -> str:
+    """Writes a pool's peak of a timeline that belongs to no record, such as one read from a snapshot."""
     if not len(timeline):
         return "a timeline without events"
+    if pool != "device":
+        head = [f"a timeline of {len(timeline):,} events", _place_of_peak(timeline, pool)]
+        return as_text([head, entries_table(pool_entries(timeline, pool), timeline.peak_bytes(pool), pool)])
     peak = timeline.peak_index()
     peak_bytes = timeline.bytes_at(peak)
     entries = [
@@ -162,29 +176,61 @@ def timeline_table(timeline: Timeline) -> str:
     return as_text([[f"a timeline of {len(timeline):,} events"], entries_table(entries, peak_bytes)])
 
 
+def pool_entries(timeline: Timeline, pool: str) -> list[tuple[str, int | None]]:
+    """Names what a pool other than the device held: at its peak, at the step's start and end, and what grew between."""
+    start, peak, words = timeline.num_opening_events - 1, timeline.peak_index(pool), _pool_words(pool)
+    by_category = timeline.breakdown(peak, pool=pool)
+    before, at_peak = (timeline.breakdown(index, by="module", pool=pool) for index in (start, peak))
+    grew = {name: size - before.get(name, 0) for name, size in at_peak.items() if size > before.get(name, 0)}
+    return [
+        *peak_entries(timeline.bytes_at(peak, pool), by_category, at_peak, words),
+        (f"{words}, at the step's start", timeline.bytes_at(start, pool)),
+        (f"{words}, what grew from the start to the peak", sum(grew.values())),
+        *_module_entries(grew, by_category),
+        (f"{words}, at the step's end", timeline.bytes_at(len(timeline) - 1, pool)),
+    ]
+
+
+def _place_of_peak(timeline: Timeline, pool: str) -> str:
+    peak = timeline.peak_index(pool)
+    place = timeline.place(peak) if peak >= timeline.num_opening_events else "no phase: it is what the step starts with"
+    return f"the peak of the {_pool_words(pool)} is in {place}"
+
+
+def _pool_words(pool: str) -> str:
+    return pool.replace("_", " ")
+
+
 def peak_entries(
-    peak_bytes: int, by_category: Mapping[str, int], by_module: Mapping[str, int]
+    peak_bytes: int, by_category: Mapping[str, int], by_module: Mapping[str, int], pool: str = "device"
 ) -> list[tuple[str, int | None]]:
     """Names what a peak consists of, with its bytes, by category and then by module; a row without bytes is a title."""
+    return [
+        (f"{pool}, the step's peak", peak_bytes),
+        *((f"  {category}", num_bytes) for category, num_bytes in by_category.items()),
+        (f"{pool}, the same peak by the module that allocated it", None),
+        *_module_entries(by_module, by_category),
+    ]
+
+
+def _module_entries(by_module: Mapping[str, int], by_category: Mapping[str, int]) -> list[tuple[str, int]]:
     modules = list(grouped_modules(by_module, by_category).items())
     others = sum(num_bytes for _, num_bytes in modules[_NUM_MODULES:])
     return [
-        ("device, the step's peak", peak_bytes),
-        *((f"  {category}", num_bytes) for category, num_bytes in by_category.items()),
-        ("device, the same peak by the module that allocated it", None),
         *((f"  {name}", num_bytes) for name, num_bytes in modules[:_NUM_MODULES]),
         *([(f"  others ({len(modules) - _NUM_MODULES})", others)] if others else []),
     ]
 
 
-def entries_table(entries: Sequence[tuple[str, int | None]], peak_bytes: int) -> Table:
-    """Writes entries in one unit, in bytes, and as shares of the peak."""
+def entries_table(entries: Sequence[tuple[str, int | None]], peak_bytes: int, pool: str = "device") -> Table:
+    """Writes entries in one unit, in bytes, and those of the pool as shares of its peak."""
     unit_bytes, unit = binary_unit(max(size or 0 for _, size in entries))
     rows = [["allocated bytes", unit, "bytes", "of peak"]]
     for name, size in entries:
         numbers = ["", "", ""]
         if size is not None:
-            share = f"{size / peak_bytes:.1%}" if peak_bytes and not name.startswith(("host", "  off")) else ""
+            is_of_pool = name.startswith((_pool_words(pool), "  ")) and not name.startswith("  off")
+            share = f"{size / peak_bytes:.1%}" if peak_bytes and is_of_pool else ""
             numbers = [in_unit(size, unit_bytes), f"{size:,}", share]
         rows.append([ending(name, NAME_WIDTH), *numbers])
     return Table(rows)

@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from memlab.record.watch_record import WatchRecord
 from memlab.views.text.columns import SETTING_WIDTH, Block, Table, as_text
 from memlab.views.text.compare import byte_column, finished, message_lines
-from memlab.views.text.record import activation_peak_entry, entries_table, peak_entries
+from memlab.views.text.record import activation_peak_entry, entries_table, peak_entries, timeline_table
 from memlab.vocabulary import place_in_words
 
 
-def watch_table(record: WatchRecord) -> str:
+def watch_table(record: WatchRecord, pool: str = "device") -> str:
     """Writes one block: its peak and what made it up, where the peak was, and what stayed.
 
     Returns:
         Lines of at most `LINE_WIDTH` characters.
     """
     timeline = record.ended_timeline
+    if pool != "device":
+        return f"{record.name}: {record.model}, on {record.backend}\n{timeline_table(timeline, pool)}"
     entries: list[tuple[str, int | None]] = [
         *peak_entries(record.peak_allocated_bytes, record.peak_by_category, record.peak_by_module),
         ("device, at the block's start", record.static_bytes),

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from memlab.engines.megatron.build import LiveModel
-from memlab.engines.megatron.transformer_engine_caches import caches, tensors_in
 from memlab.engines.retained_leaves import owners_of_tensors
+from memlab.engines.transformer_engine_caches import caches, tensors_in
 from memlab.live_objects import instances_of, with_subclasses
 from memlab.meter.module_tracker import module_of
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from memlab.engines.megatron.packed_sequences import chunks_of_rank, lengths_of
+from memlab.engines.attention.packed_sequences import chunks_of_rank, lengths_of
 from memlab.meter.labels import one_kernel
 
 _Place = tuple[list[int], int, int]

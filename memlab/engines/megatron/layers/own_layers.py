@@ -12,9 +12,9 @@ import torch
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from memlab.engines.attention.unfused_attention import MaskedSoftmax
 from memlab.engines.megatron.layers.torch_functions import Norm, norm_backward
 from memlab.engines.megatron.layers.torch_layers import TorchNorm
-from memlab.engines.megatron.layers.unfused_attention import MaskedSoftmax
 
 
 class OwnProvider(LocalSpecProvider):

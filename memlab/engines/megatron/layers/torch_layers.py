@@ -20,21 +20,20 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from memlab.engines.megatron.layers.all_to_all_attention import AllToAllAttention
-from memlab.engines.megatron.layers.context_parallel import RingAttention
-from memlab.engines.megatron.layers.flash_attention import flash_attention, packed_flash_attention
-from memlab.engines.megatron.layers.packed_context_parallel import PackedRingAttention
+from memlab.engines.attention.all_to_all_attention import AllToAllAttention
+from memlab.engines.attention.context_parallel import RingAttention
+from memlab.engines.attention.flash_attention import flash_attention, packed_flash_attention
+from memlab.engines.attention.fused_attention import CausalAttention, PackedAttention
+from memlab.engines.attention.packed_context_parallel import PackedRingAttention
+from memlab.engines.attention.unfused_attention import unfused_attention
 from memlab.engines.megatron.layers.tensor_parallel import split_of
 from memlab.engines.megatron.layers.torch_functions import (
-    CausalAttention,
     GroupedLinear,
     Linear,
     Norm,
     NormLinear,
-    PackedAttention,
     Returned,
 )
-from memlab.engines.megatron.layers.unfused_attention import unfused_attention
 from memlab.engines.megatron.layers.weight_gradients import set_fusion
 from memlab.engines.megatron.megatron_versions import grouped_experts
 

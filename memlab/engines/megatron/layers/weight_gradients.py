@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from memlab.engines.megatron.transformer_engine_caches import simulated_unused_gradients
+from memlab.engines.transformer_engine_caches import simulated_unused_gradients
 from memlab.meter.labels import keeping, one_kernel
 
 

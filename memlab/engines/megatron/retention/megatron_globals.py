@@ -23,8 +23,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler, MTPLossLoggingHelper
 
-from memlab.engines import retained_leaves
-from memlab.engines.megatron import transformer_engine_caches
+from memlab.engines import retained_leaves, transformer_engine_caches
 from memlab.engines.megatron.activation_offload import manager as offload_manager
 from memlab.engines.megatron.build import LiveModel, release_optimizer, take_apart
 from memlab.engines.megatron.fp8_caches import fp8_caches

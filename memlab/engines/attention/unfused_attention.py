@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from memlab.engines.megatron.layers.qkv_layout import in_known_layout
-from memlab.engines.megatron.transformer_engine_caches import simulated_causal_masks
+from memlab.engines.attention.qkv_layout import in_known_layout
+from memlab.engines.transformer_engine_caches import simulated_causal_masks
 from memlab.meter.labels import one_kernel
 
 _MASKED = -10000.0

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from memlab.engines.megatron.layers.context_parallel import FUSED, Kernel
+from memlab.engines.attention.context_parallel import FUSED, Kernel
 
 
 class AllToAllAttention(torch.autograd.Function):
-    """`torch_functions.CausalAttention` of a rank's share of the heads.
+    """`fused_attention.CausalAttention` of a rank's share of the heads.
 
     Saves query, key, value and output of whole sequences, the log-sum-exp of each row (fp32), and what else the kernel
     saves. The output that the layer returns is another tensor, of the rank's own tokens and all heads.

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memlab.engines.megatron.layers.context_parallel import apart, exchange
-from memlab.engines.megatron.layers.torch_functions import attend_each, attend_each_backward
-from memlab.engines.megatron.packed_sequences import lengths_of
+from memlab.engines.attention.context_parallel import apart, exchange
+from memlab.engines.attention.kernel import attend_each, attend_each_backward
+from memlab.engines.attention.packed_sequences import lengths_of
 from memlab.meter.labels import one_kernel
 
 
@@ -41,7 +41,7 @@ FUSED = PackedKernel(attend_each, attend_each_backward, has_heads_first=False)
 
 
 class PackedRingAttention(torch.autograd.Function):
-    """`torch_functions.PackedAttention` over the ranks of a group.
+    """`fused_attention.PackedAttention` over the ranks of a group.
 
     Shapes are [tokens of the rank, heads, channels]. Saves query, output, the log-sum-exp of each row (fp32), the keys
     and values that arrived last, where the sequences of each turn end, and what the kernel saves in each turn.

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 
-from memlab.engines.megatron.layers import context_parallel, packed_context_parallel
-from memlab.engines.megatron.layers.all_to_all_attention import AllToAllAttention
-from memlab.engines.megatron.layers.qkv_layout import in_known_layout
-from memlab.engines.megatron.layers.torch_functions import (
+from memlab.engines.attention import context_parallel, packed_context_parallel
+from memlab.engines.attention.all_to_all_attention import AllToAllAttention
+from memlab.engines.attention.kernel import (
     Dropped,
     attend,
     attend_backward,
@@ -27,7 +26,8 @@ from memlab.engines.megatron.layers.torch_functions import (
     attend_each_backward,
     new_random_state,
 )
-from memlab.engines.megatron.packed_sequences import lengths_of
+from memlab.engines.attention.packed_sequences import lengths_of
+from memlab.engines.attention.qkv_layout import in_known_layout
 from memlab.meter.labels import one_kernel
 
 _QUERIES_PER_BLOCK = 128

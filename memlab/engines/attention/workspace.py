@@ -30,7 +30,7 @@ def bytes_of_workspace(query: torch.Size, key: torch.Size, value: torch.Size) ->
 
 
 def with_workspace(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """Returns the backward of `torch_functions.CausalAttention` with the workspace of a GPU's kernel."""
+    """Returns the backward of `fused_attention.CausalAttention` with the workspace of a GPU's kernel."""
 
     def beside_workspace(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         gradients = backward(ctx, *grads)

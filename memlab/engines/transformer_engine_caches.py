@@ -31,7 +31,7 @@ LIBRARIES: tuple[Library, ...] = ("torch", "transformer_engine")
 
 _simulated_workspaces: list[torch.Tensor] = []
 simulated_causal_masks: dict[int, torch.Tensor] = {}
-"""What `memlab.engines.megatron.layers.unfused_attention` keeps as TE keeps its ``_default_causal_mask``, by length."""
+"""What `memlab.engines.attention.unfused_attention` keeps as TE keeps its ``_default_causal_mask``, by length."""
 simulated_unused_gradients: dict[tuple[Any, ...], torch.Tensor] = {}
 """What `memlab.engines.megatron.layers.weight_gradients` keeps as TE keeps its ``_dummy_wgrads``, by shape and type."""
 

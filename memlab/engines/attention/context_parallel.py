@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memlab.engines.megatron.layers.torch_functions import attend, attend_backward
+from memlab.engines.attention.kernel import attend, attend_backward
 from memlab.meter.labels import one_kernel
 
 
@@ -39,7 +39,7 @@ FUSED = Kernel(attend, attend_backward, sequence_dim=0, takes_strides=False)
 
 
 class RingAttention(torch.autograd.Function):
-    """`torch_functions.CausalAttention` over the ranks of a group.
+    """`fused_attention.CausalAttention` over the ranks of a group.
 
     Saves query, output, the log-sum-exp of each row (fp32), the keys and values that arrived last, and what the kernel
     saves in each turn.

@@ -1,0 +1,461 @@
+"""What the engine fsdp2 refuses: torch's FSDP2 and FSDP, transformers' models, and NeMo Automodel's own classes."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from memlab.config.architectures import Architecture
+from memlab.config.families import FAMILIES, families_with
+from memlab.config.layout import Layout
+from memlab.config.lora import LINEARS, NAMES_OF_TRANSFORMERS, LoRA
+from memlab.config.option import EngineName
+from memlab.config.routing import Routing
+from memlab.config.training_state import AttnImplementation, TrainingState
+from memlab.config.transformers_linears import adapted_linears
+from memlab.config.validation import RuleError, shortened
+
+
+class Fsdp2Rules:
+    """The rules of a `Scenario` under the engine fsdp2, whose attributes these are."""
+
+    __slots__ = ()
+
+    architecture: Architecture
+    num_layers: int
+    seq_length: int
+    micro_batch_size: int
+    num_microbatches: int
+    packed_sequences: int | None
+    dtype: str
+    engine: EngineName
+    layout: Layout
+    routing: Routing
+    state: TrainingState
+
+    @property
+    def attention_of_transformers(self) -> AttnImplementation:
+        """The function of transformers that attends under engine fsdp2; with soft caps, it refuses sdpa."""
+        own = self.state.attn_implementation
+        return "eager" if FAMILIES[self.architecture.family].has_soft_caps and own == "sdpa" else own
+
+    @property
+    def ranks_of_shards(self) -> int:
+        """Number of ranks over which the parameters of the rank are spread: with FSDP2 those of a replica."""
+        if self.engine != "fsdp2":
+            return 1
+        return self.layout.data_parallel_size * self.layout.context_parallel_size // self.state.dp_replicate_size
+
+    @property
+    def ranks_of_expert_shards(self) -> int:
+        """Number of ranks over which the experts of the rank are spread, beside those that have other experts."""
+        return max(1, self.ranks_of_shards // self.layout.expert_model_parallel_size)
+
+    def check_on_fsdp2(self) -> None:
+        """Checks the model, and how it is spread over ranks.
+
+        Raises:
+            ValueError: If the engine does not build the model, or memlab does not predict its options together.
+        """
+        family = FAMILIES[self.architecture.family]
+        if not (family.fsdp2 or (family.automodel and self.state.model_classes != "transformers")):
+            own = ", or NeMo Automodel's own classes with model_classes automodel" * family.automodel
+            raise RuleError(
+                f"engine is {self.engine!r}, and {self.architecture.name} is of the family {self.architecture.family}, "
+                f"which this engine does not build yet: choose a model of {', '.join(families_with('fsdp2'))}{own}, or "
+                "engine 'megatron'",
+                "engine",
+            )
+        if self.architecture.moe_latent_size:
+            raise RuleError(
+                f"engine is {self.engine!r} with moe_latent_size {self.architecture.moe_latent_size}, which memlab has "
+                "with Megatron only: choose engine 'megatron'",
+                "engine",
+            )
+        if self.architecture.routes and self.dtype != "bf16":
+            # ``_grouped_mm`` with CUDA's kernel (``_meta_grouped_mm_common`` in torch/_meta_registrations.py, 2.13).
+            raise RuleError(
+                f"dtype is {self.dtype!r} with engine {self.engine!r} and experts, must be 'bf16', the only type that "
+                "torch's product of all experts takes: choose bf16, with fp32_sharded_params for parameters in fp32",
+                *("dtype", "engine"),
+            )
+        self._check_version_1()
+        self._check_model_classes()
+        self._check_spread_experts()
+        self._check_shared_sequences()
+        self._check_stages()
+        if self.layout.tensor_model_parallel_size > 1:
+            self._check_divided_model()
+        if self.state.adam_implementation == "te_fused" and self.state.fsdp_cpu_offload:
+            raise RuleError(
+                "adam_implementation is 'te_fused' with fsdp_cpu_offload, must be another, since Transformer Engine's "
+                "FusedAdam has no kernel for the CPU: choose foreach, or leave fsdp_cpu_offload out",
+                *("adam_implementation", "fsdp_cpu_offload"),
+            )
+        replicas = self.state.dp_replicate_size
+        ranks = self.layout.data_parallel_size * self.layout.context_parallel_size
+        if ranks % replicas:
+            raise RuleError(
+                f"dp_replicate_size is {replicas}, must divide the {ranks} ranks of data and context parallelism, so "
+                "that each group has all shards: choose another",
+                *("dp_replicate_size", "data_parallel_size"),
+            )
+        of_layers = self.state.reshard_after_forward_ranks or 1
+        if self.ranks_of_shards % of_layers:
+            raise RuleError(
+                f"reshard_after_forward_ranks is {of_layers}, must divide the {self.ranks_of_shards} ranks that have "
+                "shards, by a rule of torch's fully_shard: choose another, or leave it out",
+                *("reshard_after_forward_ranks", "dp_replicate_size", "data_parallel_size"),
+            )
+
+    def _check_version_1(self) -> None:
+        state, layout = self.state, self.layout
+        if state.fsdp_version == 2:
+            return
+        others = {
+            "tensor_model_parallel_size": layout.tensor_model_parallel_size > 1,
+            "fsdp_cpu_offload": state.fsdp_cpu_offload,
+            "lora_fsdp2_library": state.lora is not None and state.lora.fsdp2_library != "peft",
+            "adam_implementation": state.adam_implementation == "te_fused",
+            "reshard_after_forward_ranks": state.reshard_after_forward_ranks is not None,
+            "fsdp2_backward_prefetch_depth": state.fsdp2_backward_prefetch_depth > 0,
+            "fsdp2_forward_prefetch_depth": state.fsdp2_forward_prefetch_depth > 1,
+        }
+        for name, is_on in others.items():
+            if is_on:
+                value = getattr(layout if name == "tensor_model_parallel_size" else state, name, None)
+                value = state.lora.fsdp2_library if state.lora is not None and name.startswith("lora") else value
+                raise RuleError(
+                    f"fsdp_version is 1 and {name} {value!r}, which memlab does not predict together: choose "
+                    f"fsdp_version 2, or leave {name} out",
+                    *("fsdp_version", name),
+                )
+
+    def _check_model_classes(self) -> None:
+        kind, model, family = self.state.model_classes, self.architecture, FAMILIES[self.architecture.family]
+        if kind == "transformers":
+            return
+        if not family.automodel:
+            raise RuleError(
+                f"model_classes is {kind!r}, and {model.name} is of the family {model.family}, of which NeMo "
+                f"Automodel has no class: choose transformers, or a model of {', '.join(families_with('automodel'))}",
+                "model_classes",
+            )
+        if model.routes:
+            self._check_experts_of_automodel()
+        shares_sequences = self.layout.sequence_parallel and self.layout.tensor_model_parallel_size > 1
+        if shares_sequences and not family.norms_of_transformers:
+            raise RuleError(
+                f"model_classes is {kind!r} and sequence_parallel, which memlab does not predict together: choose "
+                "transformers, or leave sequence_parallel out",
+                *("model_classes", "sequence_parallel"),
+            )
+
+    def _check_experts_of_automodel(self) -> None:
+        """Refuses what memlab does not predict beside the classes of `memlab.engines.fsdp2.automodel_experts`."""
+        state, layout, model = self.state, self.layout, self.architecture
+        is_plain = not (model.multi_latent_attention or model.softmax_type == "learnable")
+        if not is_plain and state.attn_implementation != "te":
+            raise RuleError(
+                f"attn_implementation is {state.attn_implementation!r}, and {model.name} has latent attention or "
+                "sinks, of which memlab has with model_classes only Transformer Engine's kernel: choose te",
+                *("attn_implementation", "model_classes"),
+            )
+        if model.family == "gpt_oss" and state.model_classes == "automodel_0.7.0":
+            raise RuleError(
+                f"model_classes is {state.model_classes!r}, and memlab has NeMo Automodel's class of {model.name} only "
+                "as in August 2026: choose automodel",
+                "model_classes",
+            )
+        is_spread = layout.expert_model_parallel_size > 1
+        for name, value, is_refused in (
+            ("fsdp_version", 1, state.fsdp_version == 1),
+            ("context_parallel_size", layout.context_parallel_size, layout.context_parallel_size > 1),
+            ("lora_rank", state.lora and state.lora.rank, state.lora is not None),
+            ("attn_implementation", state.attn_implementation, state.attn_implementation not in ("sdpa", "te")),
+            ("packed_sequences", self.packed_sequences, self.packed_sequences and state.attn_implementation != "te"),
+            ("dp_replicate_size", state.dp_replicate_size, is_spread and state.dp_replicate_size > 1),
+            ("fsdp_cpu_offload", True, is_spread and state.fsdp_cpu_offload),
+            ("routing", str(self.routing), is_spread and self.routing.kind in ("random", "counts")),
+        ):
+            if is_refused:
+                raise RuleError(
+                    f"model_classes is {state.model_classes!r} with {self.architecture.name}, which has experts, and "
+                    f"{name} {value!r}, which memlab does not predict together: choose transformers, or leave {name} "
+                    "out",
+                    *("model_classes", name),
+                )
+
+    def _check_spread_experts(self) -> None:
+        ranks, kind = self.layout.expert_model_parallel_size, self.state.moe_token_dispatcher_type
+        given = f"expert_model_parallel_size is {ranks} with engine {self.engine!r}"
+        if ranks == 1:
+            if kind == "allgather":
+                raise RuleError(
+                    f"moe_token_dispatcher_type is {kind!r} with engine {self.engine!r} and expert_model_parallel_size "
+                    "1, where no rank has tokens for another one: leave it out, or spread the experts",
+                    *("moe_token_dispatcher_type", "expert_model_parallel_size"),
+                )
+            return
+        if self.state.model_classes == "transformers":
+            raise RuleError(
+                f"{given} and model_classes 'transformers', must be 1, since memlab spreads only the experts of NeMo "
+                "Automodel's own classes: choose 1, or another model_classes",
+                *("expert_model_parallel_size", "model_classes"),
+            )
+        if kind == "alltoall":
+            raise RuleError(
+                f"{given} and moe_token_dispatcher_type {kind!r}, must be allgather or flex, the dispatchers of NeMo "
+                "Automodel (torch; deepep and hybridep): choose one of them",
+                *("moe_token_dispatcher_type", "expert_model_parallel_size"),
+            )
+        if self.ranks_of_shards % ranks:
+            raise RuleError(
+                f"{given}, must divide the {self.ranks_of_shards} ranks that have shards, by a rule of NeMo Automodel: "
+                "choose a divisor",
+                *("expert_model_parallel_size", "data_parallel_size"),
+            )
+        shards, model = self.ranks_of_expert_shards, self.architecture
+        for name in ("hidden_size", "moe_ffn_hidden_size"):
+            if getattr(model, name) % shards:
+                raise RuleError(
+                    f"{given}, so that {shards} ranks have shards of the same experts, a number that must divide "
+                    f"{name} of {model.name}, {getattr(model, name):,}, by a rule of torch's FSDP2: choose another "
+                    "number of ranks",
+                    *("expert_model_parallel_size", "data_parallel_size"),
+                )
+
+    def _check_shared_sequences(self) -> None:
+        state, ranks = self.state, self.layout.context_parallel_size
+        if ranks > 1 and self.architecture.window_size is not None:
+            raise RuleError(
+                f"context_parallel_size is {ranks} with engine {self.engine!r}, must be 1 for "
+                f"{self.architecture.name}, since torch's context_parallel has no windows: choose 1",
+                "context_parallel_size",
+            )
+        others = {
+            "tensor_model_parallel_size": self.layout.tensor_model_parallel_size > 1,
+            "dtype": self.dtype != "bf16",
+        }
+        if ranks > 1 and state.cp_comm_type == "a2a":
+            self._check_ulysses()
+        else:
+            others |= {
+                "fsdp_version": state.fsdp_version == 1,
+                "packed_sequences": self.packed_sequences is not None,
+                "attn_implementation": state.attn_implementation != "sdpa",
+                "loss_of_transformers": state.loss_of_transformers.startswith("logprobs"),
+            }
+        for name, is_on in others.items():
+            if ranks > 1 and is_on:
+                raise RuleError(
+                    f"context_parallel_size is {ranks} with engine {self.engine!r} and {name}, which memlab does not "
+                    f"predict together: choose 1, or leave {name} out",
+                    *("context_parallel_size", name),
+                )
+
+    def _check_ulysses(self) -> None:
+        """Checks the rules of ``verl/utils/ulysses.py`` and ``_ulysses_flash_attention_forward`` (0.9.1)."""
+        state, model, ranks = self.state, self.architecture, self.layout.context_parallel_size
+        given = f"cp_comm_type is 'a2a' with engine {self.engine!r}"
+        if state.attn_implementation != "flash_attention_2":
+            raise RuleError(
+                f"{given} and attn_implementation {state.attn_implementation!r}, must be 'flash_attention_2', around "
+                "which verl exchanges heads: choose it, or cp_comm_type p2p",
+                *("cp_comm_type", "attn_implementation"),
+            )
+        if not state.loss_of_transformers.startswith("logprobs"):
+            raise RuleError(
+                f"{given} and loss_of_transformers {state.loss_of_transformers!r}, must be logprobs_flash_attn or "
+                "logprobs_by_row, since transformers' loss shifts the tokens of a whole row: choose one of them",
+                *("cp_comm_type", "loss_of_transformers"),
+            )
+        if model.num_attention_heads % ranks or self.seq_length % ranks:
+            raise RuleError(
+                f"{given}, and context_parallel_size {ranks} must divide the {model.num_attention_heads} heads of "
+                f"{model.name} (a rule of verl) and the {self.seq_length} tokens of a row: choose a divisor",
+                *("context_parallel_size", "cp_comm_type"),
+            )
+        if self.micro_batch_size > 1:
+            raise RuleError(
+                f"{given} and micro_batch_size {self.micro_batch_size}, must be 1, since verl exchanges the heads of "
+                "rows without padding: give packed_sequences",
+                *("micro_batch_size", "cp_comm_type"),
+            )
+
+    def _check_stages(self) -> None:
+        """Checks the rules of torch's schedules, and of NeMo Automodel (``validate_hf_model_for_pipeline_support``)."""
+        stages, state, layout = self.layout.pipeline_model_parallel_size, self.state, self.layout
+        runs, given = state.schedule_runs, f"pipeline_model_parallel_size is {stages} with engine {self.engine!r}"
+        if stages == 1:
+            return
+        if self.architecture.share_embeddings_and_output_weights:
+            raise RuleError(
+                f"{given}, and {self.architecture.name} has tied embeddings, which NeMo Automodel refuses to spread "
+                "over stages: choose 1, or an untied model",
+                *("pipeline_model_parallel_size", "engine"),
+            )
+        if FAMILIES[self.architecture.family].scales_embedding:
+            raise RuleError(
+                f"{given}, and {self.architecture.name} is of the family {self.architecture.family}, which scales what "
+                "the embedding returns, and memlab does not divide into stages: choose 1, or another model",
+                *("pipeline_model_parallel_size", "engine"),
+            )
+        for name, value, is_refused in (
+            ("context_parallel_size", layout.context_parallel_size, layout.context_parallel_size > 1),
+            ("expert_model_parallel_size", layout.expert_model_parallel_size, layout.expert_model_parallel_size > 1),
+            ("sequence_parallel", True, layout.sequence_parallel and layout.tensor_model_parallel_size > 1),
+            (
+                *("model_classes", state.model_classes),
+                self.architecture.routes and state.model_classes != "transformers",
+            ),
+            ("fsdp_version", 1, state.fsdp_version == 1),
+            ("fsdp_cpu_offload", True, state.fsdp_cpu_offload),
+            ("attn_implementation", "eager", self.attention_of_transformers == "eager"),
+            (
+                *("loss_of_transformers", state.loss_of_transformers),
+                state.loss_of_transformers not in ("cross_entropy", "masked_cross_entropy"),
+            ),
+        ):
+            if is_refused:
+                # Tensor parallel ranks share sequences unless it is switched off.
+                other = "set sequence_parallel False" if name == "sequence_parallel" else f"leave {name} out"
+                raise RuleError(
+                    f"{given} and {name} {value!r}, which memlab does not predict together: choose 1, or {other}",
+                    *("pipeline_model_parallel_size", name),
+                )
+        layers = [layout.layers_of_chunks(stage, self.num_layers) for stage in range(stages)]
+        if 0 in chain(*layers):
+            raise RuleError(
+                f"{given} and pipeline_model_parallel_layout {shortened(layout.pipeline_model_parallel_layout)}, in "
+                "which a stage has no layer, and memlab's stages of FSDP2 have at least one: give each stage a layer",
+                *("pipeline_model_parallel_layout", "engine"),
+            )
+        if self.num_microbatches % runs or self.num_microbatches // runs < stages:
+            raise RuleError(
+                f"num_microbatches is {self.num_microbatches} in {runs} runs of the schedule, must be at least the "
+                f"{stages} stages in each, the same number, by a rule of torch's Schedule1F1B and of NeMo Automodel: "
+                f"choose {stages * runs} or more, or other schedule_runs",
+                *("num_microbatches", "schedule_runs"),
+            )
+        of_run = self.num_microbatches // runs
+        rounds = of_run // stages
+        if layout.virtual_pipeline_model_parallel_size > 1 and of_run % rounds:
+            raise RuleError(
+                f"num_microbatches is {self.num_microbatches}, {of_run} in each of {runs} runs of the schedule, must "
+                f"be a multiple of the {rounds} rounds of a run by a rule of torch's ScheduleInterleaved1F1B: choose "
+                f"{rounds * stages * runs}, or other schedule_runs",
+                *("num_microbatches", "schedule_runs"),
+            )
+
+    def _check_divided_model(self) -> None:
+        model, size = self.architecture, self.layout.tensor_model_parallel_size
+        given = f"tensor_model_parallel_size is {size} with engine {self.engine!r}"
+        if not FAMILIES[model.family].fsdp2_divides or model.share_embeddings_and_output_weights:
+            raise RuleError(
+                f"{given}, and {model.name} is of the family {model.family}"
+                f"{' with tied embeddings' * model.share_embeddings_and_output_weights}, which this engine does not "
+                f"divide yet: choose an untied model of {', '.join(families_with('fsdp2_divides'))}, or 1",
+                *("tensor_model_parallel_size", "engine"),
+            )
+        if model.num_query_groups % size:
+            raise RuleError(
+                f"{given}, must divide the {model.num_query_groups} query groups of {model.name}, by a rule of NeMo "
+                "Automodel: choose a divisor",
+                "tensor_model_parallel_size",
+            )
+        if self.state.loss_of_transformers.startswith("logprobs"):
+            raise RuleError(
+                f"{given} and loss_of_transformers {self.state.loss_of_transformers!r}, which memlab does not predict "
+                "together: choose cross_entropy or masked_cross_entropy, or tensor_model_parallel_size 1",
+                *("tensor_model_parallel_size", "loss_of_transformers"),
+            )
+        lora, divides = self.state.lora, self.layout.sequence_parallel
+        if lora is not None and lora.rank % size:
+            raise RuleError(
+                f"{given}, must divide lora_rank {lora.rank}, since memlab does not count adapters of unequal parts: "
+                "choose a divisor, or another rank",
+                *("tensor_model_parallel_size", "lora_rank"),
+            )
+        # With both, Automodel trains the norms of layers beside adapters: its `SequenceParallelAllGatherActivation` is
+        # not among the styles that ``translate_to_lora`` (distributed/parallel_styles.py) makes keep them frozen.
+        options = {"sequence_parallel": divides and (model.family == "phi3" or lora is not None)}
+        options |= {"fsdp_cpu_offload": self.state.fsdp_cpu_offload}
+        options |= {"lora_rank": lora is not None and (lora.fsdp2_library == "peft" or bool(lora.dropout))}
+        for name, is_on in options.items():
+            if is_on:
+                raise RuleError(
+                    f"{given} and {name}, which memlab does not predict together yet: leave one of the two out, with "
+                    f"{name} {'False' if name != 'lora_rank' else 'None'}",
+                    *("tensor_model_parallel_size", name),
+                )
+
+    def check_adapters_on_fsdp2(self, lora: LoRA) -> None:
+        """Checks which linears have adapters, and of which library."""
+        if lora.is_canonical:
+            raise RuleError(
+                f"lora_target_modules is {shortened(list(lora.target_modules))}, which are names of Megatron-Bridge's "
+                f"canonical form, must be others with engine {self.engine!r}: name {', '.join(NAMES_OF_TRANSFORMERS)}",
+                *("lora_target_modules", "engine"),
+            )
+        found = [linear.name for linear in adapted_linears(self.architecture, self.num_layers, lora)]
+        if not found:
+            raise RuleError(
+                f"lora_target_modules is {shortened(list(lora.target_modules))}, which names no linear of "
+                f"{self.architecture.name}, so that there is nothing to train: name {', '.join(LINEARS)}",
+                "lora_target_modules",
+            )
+        if "lm_head" in found and self.architecture.share_embeddings_and_output_weights:
+            raise RuleError(
+                f"lora_target_modules is {shortened(list(lora.target_modules))}, which names the output layer of "
+                f"{self.architecture.name}, whose weight is the embedding's, beside which memlab does not predict "
+                "adapters: name other linears, or give lora_exclude_modules output_layer",
+                *("lora_target_modules", "lora_exclude_modules"),
+            )
+        if lora.dropout_position == "post" and lora.fsdp2_library == "peft":
+            raise RuleError(
+                "lora_dropout_position is 'post' with lora_fsdp2_library 'peft', must be 'pre', since PEFT drops "
+                "inputs: choose it, or lora_fsdp2_library 'automodel'",
+                *("lora_dropout_position", "lora_fsdp2_library"),
+            )
+
+    def check_attention_on_fsdp2(self) -> None:
+        """Checks which function attends, and to what."""
+        is_of_experts = self.state.model_classes != "transformers" and self.architecture.routes
+        if self.state.attn_implementation == "te" and not (is_of_experts and self.dtype == "bf16"):
+            raise RuleError(
+                "attn_implementation is 'te', which memlab has for NeMo Automodel's own classes of models with experts "
+                f"in bf16 only, and model_classes is {self.state.model_classes!r}: choose sdpa",
+                *("attn_implementation", "model_classes"),
+            )
+        for name in ("fake_balanced_gate", "linear_implementation"):
+            if name in self.state.changed() and not is_of_experts:
+                raise RuleError(
+                    f"{name} is {getattr(self.state, name)!r}, which memlab has for NeMo Automodel's own classes of "
+                    f"models with experts only, and model_classes is {self.state.model_classes!r}: leave {name} out",
+                    *(name, "model_classes"),
+                )
+        if self.state.attn_implementation == "flash_attention_2" and self.dtype != "bf16":
+            raise RuleError(
+                f"attn_implementation is 'flash_attention_2' with dtype {self.dtype!r}, must be 'sdpa' or 'eager' "
+                "there, since flash-attn takes 16 bits: choose one of them, or dtype bf16",
+                *("attn_implementation", "dtype"),
+            )
+        if self.state.attn_implementation == "flash_attention_2" and self.architecture.window_size is not None:
+            raise RuleError(
+                f"attn_implementation is 'flash_attention_2', and {self.architecture.name} has windows or soft caps, "
+                "which memlab does not have with it: leave it out",
+                "attn_implementation",
+            )
+        self._check_mask_in_fp32()
+
+    def _check_mask_in_fp32(self) -> None:
+        """Refuses sdpa with a mask in fp32, which cuDNN's kernel does not take: another kernel was not measured."""
+        if self.dtype != "fp32" or self.attention_of_transformers != "sdpa":
+            return
+        if self.packed_sequences is not None or self.architecture.window_size is not None:
+            what = "packed_sequences" if self.packed_sequences is not None else f"windows of {self.architecture.name}"
+            raise RuleError(
+                f"dtype is 'fp32' with attn_implementation 'sdpa' and {what}, whose mask memlab predicts in bf16 only: "
+                "choose dtype bf16, with fp32_sharded_params for parameters in fp32, or attn_implementation eager",
+                *("dtype", "attn_implementation", "packed_sequences"),
+            )
