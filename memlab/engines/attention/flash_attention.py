@@ -73,6 +73,8 @@ def flash_attention(
 
 Run = Callable[[Callable[[], tuple[torch.Tensor, ...]]], tuple[torch.Tensor, ...]]
 """Runs a kernel, given as a function that returns its results, or returns what it has returned before."""
+Allocate = Callable[[torch.Tensor, torch.Tensor, int], list[torch.Tensor]]
+"""As `backward_buffers`."""
 
 
 def _at_once(compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
@@ -80,7 +82,12 @@ def _at_once(compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Ten
 
 
 def flash_attention_of_torch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, run: Run = _at_once
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    run: Run = _at_once,
+    allocate: Allocate | None = None,
 ) -> torch.Tensor:
     """Attends causally as ``scaled_dot_product_attention`` does with torch's own copy of flash-attn.
 
@@ -93,12 +100,13 @@ def flash_attention_of_torch(
         value: Like `key`.
         scale: Of the scores.
         run: Runs the kernel of forward.
+        allocate: Returns what the kernel of backward allocates and frees in the place of `backward_buffers`.
 
     Returns:
         Shape [batch, tokens, heads, channels].
     """
     tensors = (each.transpose(1, 2) for each in (query, key, value))
-    output: torch.Tensor = _FlashAttention.apply(*tensors, scale, 0.0, run)
+    output: torch.Tensor = _FlashAttention.apply(*tensors, scale, 0.0, run, allocate or backward_buffers)
     return output.contiguous()
 
 
@@ -196,6 +204,7 @@ class _FlashAttention(torch.autograd.Function):
         scale: float,
         drop: float,
         run: Run = _at_once,
+        allocate: Allocate | None = None,
     ) -> torch.Tensor:
         def compute() -> tuple[torch.Tensor, ...]:
             random_state = new_random_state(query)
@@ -203,7 +212,7 @@ class _FlashAttention(torch.autograd.Function):
 
         output, log_sum_exp, random_state = run(compute)
         ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state)
-        ctx.scale, ctx.drop = scale, drop
+        ctx.scale, ctx.drop, ctx.allocate = scale, drop, allocate or backward_buffers
         return output
 
     @staticmethod
@@ -211,8 +220,10 @@ class _FlashAttention(torch.autograd.Function):
         query, key, value, output, log_sum_exp, random_state = ctx.saved_tensors
         grad = grads[0].contiguous()
         dropped = Dropped.of(ctx.drop, random_state)
-        parts = _attend_backward(grad, query, key, value, output, log_sum_exp, ctx.scale, dropped)
-        return *parts, None, None, None
+        parts = _attend_backward(
+            grad, query, key, value, output, log_sum_exp, ctx.scale, dropped, allocate=ctx.allocate
+        )
+        return *parts, None, None, None, None
 
 
 def _attend_in_a_ring(
@@ -252,11 +263,12 @@ def _attend_backward(
     dropped: Dropped | None = None,
     *,
     causal: bool = True,
+    allocate: Allocate | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Returns the gradients of query, key and value."""
     results = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
     rows = -(-query.shape[1] // _QUERIES_PER_BLOCK) * _QUERIES_PER_BLOCK
-    buffers = backward_buffers(query, key, rows)
+    buffers = (allocate or backward_buffers)(query, key, rows)
     _fill_gradients(results, grad, query, key, value, output, log_sum_exp, scale, dropped, causal=causal)
     del buffers
     return results
