@@ -301,18 +301,19 @@ def predicted_of(job: Job) -> dict[str, int]:
 def _predicted_of_rank(job: Job, layout: Any) -> dict[str, int]:
     from memlab import Lab
     from memlab.analysis.limits import Limit
+    from memlab.fitting.measured_margin import further_steps_of
 
-    with Lab(plain_fsdp2.scenario_of(job, layout), backend="simulated") as lab:
+    scenario, settings = plain_fsdp2.scenario_of(job, layout), plain_fsdp2.settings_of(job)
+    with Lab(scenario, backend="simulated") as lab:
         with lab.logging_requests() as requests:
-            records = [
-                lab.step(plain_fsdp2.settings_of(job)) for _ in range(_STEPS - 1)
-            ]  # the first is after a warm-up
+            record = lab.step(settings)
+        further_steps = further_steps_of(scenario)
         assert requests is not None, "torch's allocator is simulated"
-        most = max(records, key=lambda record: record.peak_reserved_bytes or 0)
-        limit = Limit.find(most, requests.completes_within)
+        limit = Limit.find(record, lambda limit_bytes: requests.completes_within(limit_bytes, further_steps))
+        reserved = lab.step(settings).peak_reserved_bytes
     return {
-        "peak": most.peak_allocated_bytes,
-        "reserved": most.peak_reserved_bytes or 0,
+        "peak": record.peak_allocated_bytes,
+        "reserved": reserved or 0,
         "limit": (limit.fails_bytes + limit.fits_bytes) // 2,
     }
 
