@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memlab.backends.kernel_temporaries import bytes_of_sum
-from memlab.meter.observers import Answer, EagerMode, unobserved
+from memlab.meter.observers import Answer, ObserveResults, unobserved
 
 _ADD, _SUM = torch.ops.aten.add.Tensor, torch.ops.aten.sum.dim_IntList
 _active = threading.local()
@@ -60,48 +60,53 @@ def bytes_beside(func: Any, args: Any, result: torch.Tensor) -> int:
 
 
 class _References(NamedTuple):
-    """How many references a tensor and its storage have."""
+    """How many references there are to a tensor, in Python and C++, and to its storage."""
 
-    tensor: int
-    storage: int
+    in_python: int
+    in_cpp: int
+    to_storage: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _References:
-        return cls(tensor._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    def of_first(cls, first: torch.Tensor, second: torch.Tensor) -> _References:
+        """Returns those of the first argument of an operation, given as the operation's answer has got it."""
+        of_storage = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+        return cls(sys.getrefcount(first), first._use_count(), of_storage)
 
 
-def _adds_in_place(first: Any, second: Any) -> bool:
-    """Whether autograd's engine itself adds two gradients, the first of which is its own."""
-    if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
-        return False
+def _adds_in_place(*args: Any) -> bool:
+    """Whether autograd's engine itself adds two gradients, and nobody else has the first."""
     return (
         torch._C._current_autograd_node() is not None
         and sys._getframe(3).f_code.co_name in _CALLS_OF_ENGINE
-        and (first.shape, first.dtype) == (second.shape, second.dtype)
-        and _References.of(first) == _references_of_engine()
-        and torch.ops.aten.is_non_overlapping_and_dense.default(first)
+        and all(isinstance(each, torch.Tensor) for each in args)
+        and (args[0].shape, args[0].dtype) == (args[1].shape, args[1].dtype)
+        and _References.of_first(*args) == _references_of_engine()
+        and torch.ops.aten.is_non_overlapping_and_dense.default(args[0])
     )
 
 
-_CALLS_OF_ENGINE = ("_backward", "_engine_run_backward", "_references_of_engine")
+_CALLS_OF_ENGINE = ("_backward", "_engine_run_backward")
 """Functions that call the engine. What a function of Python does in backward has a frame of its own between."""
 
 
 @cache
 def _references_of_engine() -> _References:
-    """Returns the references of a gradient that only the engine has, as a dispatch mode sees it."""
+    """Returns the references to a gradient that only the engine has, as a dispatch mode's answer sees it."""
     seen: list[_References] = []
 
-    class Look(EagerMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is _ADD:
-                seen.append(_References.of(args[0]))
-            return func(*args, **(kwargs or {}))
+    def answered(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func is _ADD:
+            look(*args)
+        return func(*args, **kwargs)
+
+    def look(*args: Any) -> None:
+        seen.append(_References.of_first(*args))
 
     with unobserved(), torch._C.DisableTorchFunction():
         leaf = torch.ones(2, device="meta", requires_grad=True)
-        both = torch.cat((leaf.exp(), leaf.sin()))
-        gradient = torch.ones(4, device="meta")
-        with Look():
-            torch.autograd.Variable._execution_engine.run_backward((both,), (gradient,), False, False, (), True, True)
+        both = leaf * 1
+        total = both.exp() + both.sin()
+        gradient = torch.ones(2, device="meta")
+        with ObserveResults(lambda *_: None, answered):
+            torch.autograd.Variable._execution_engine.run_backward((total,), (gradient,), False, False, (), True, True)
     return seen[0]
