@@ -18,7 +18,7 @@ from memlab.commands.shared.exit_codes import EXIT_CODES
 from memlab.commands.shared.job_flags import add_writing_option
 from memlab.commands.shared.option_flags import whole_number
 from memlab.commands.shared.output import check_new_file, out_path
-from memlab.commands.shared.process import stdout_reserved_for_result
+from memlab.commands.shared.process import stdout_reserved_for_result, terminated_as_by_ctrl_c
 from memlab.commands.shared.step_flags import (
     add_job_arguments,
     add_step_arguments,
@@ -144,7 +144,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
 
     def job() -> int:
         try:
-            return search()
+            with terminated_as_by_ctrl_c():
+                return search()
         except (EnginesNotStartedError, PredictionLostError) as error:
             print(error, file=sys.stderr)
             return 1

@@ -20,11 +20,11 @@ has experts, as gpt2 if its positions are learned, else as phi3: the layers of t
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FamilyRow:
+class FamilyRow(ModelType):
     """What memlab has of a family."""
 
-    config: ModelType | None
-    """What its ``config.json`` leaves out; None has no such file."""
+    has_config: bool = True
+    """Whether there is a ``config.json`` of it."""
     rotary_base: float = 10000.0
     """Where the file gives none."""
     only_in_transformers: str = ""
@@ -47,169 +47,64 @@ class FamilyRow:
     """Names of linears in transformers' class that others have two or three of."""
     scales_embedding: bool = False
     """Whether a factor scales what the embedding returns."""
-    has_soft_caps: bool = False
-    """Whether scores have a soft cap, for which transformers refuses sdpa."""
 
 
 _DELTA_NET: dict[str, Any] = {"qk_layernorm": True, "rotary_percent": 0.25, "has_delta_net": True}
+_OWN_EXPERTS: dict[str, Any] = {"experts": "own width", "shared_expert_gate": True}
 _LATENT: dict[str, Any] = {"experts": "own width", "qk_layernorm": True, "multi_latent_attention": True}
 _NO_AUX: dict[str, Any] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 _GROUPS: dict[str, Any] = {"n_group": 1, "topk_group": 1, **_NO_AUX}
-_DEEPSEEK_V3 = ModelType(
-    first_k_dense_replace=3,
-    n_shared_experts=1,
-    n_group=8,
-    topk_group=4,
-    routed_scaling_factor=2.5,
-    **_LATENT,
-    **_NO_AUX,
-)
+_DEEPSEEK_V3: dict[str, Any] = {
+    "first_k_dense_replace": 3, "n_shared_experts": 1, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5,
+    "shorter_last_stage": True, **_LATENT, **_NO_AUX,
+}  # fmt: skip
+_DIVIDED: dict[str, Any] = {"fsdp2": True, "fsdp2_divides": True}
+_GEMMA: dict[str, Any] = {"head_dim": 256, "is_gemma": True, "fsdp2": True, "scales_embedding": True}
+_SANDWICH = _GEMMA | {"num_key_value_heads": 4, "only_in_transformers": "norms behind attention and MLP",
+                      "sandwich_norms": True}  # fmt: skip
 
 FAMILIES: dict[Family, FamilyRow] = {
-    "llama": FamilyRow(config=ModelType(), fsdp2=True, fsdp2_divides=True, automodel=True),
-    "mistral": FamilyRow(
-        config=ModelType(num_key_value_heads=8, has_window=True, window=4096), fsdp2=True, fsdp2_divides=True
-    ),
-    "phi3": FamilyRow(
-        config=ModelType(has_window=True), fsdp2=True, fsdp2_divides=True, fused_linears=("qkv_proj", "gate_up_proj")
-    ),
-    "qwen2": FamilyRow(
-        config=ModelType(num_key_value_heads=32, add_qkv_bias=True, uses_window=False),
-        fsdp2=True,
-        fsdp2_divides=True,
-        automodel=True,
-    ),
-    "qwen3": FamilyRow(
-        config=ModelType(num_key_value_heads=32, head_dim=128, qk_layernorm=True, uses_window=False),
-        fsdp2=True,
-        fsdp2_divides=True,
-        automodel=True,
-        norms_of_transformers=True,
-    ),
-    "qwen3_moe": FamilyRow(
-        config=ModelType(
-            num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width", normalizes_topk=False
-        ),
-        fsdp2=True,
-        automodel=True,
-    ),
-    "mixtral": FamilyRow(
-        config=ModelType(num_key_value_heads=8, experts="width of the MLP"), rotary_base=1e6, fsdp2=True
-    ),
-    "gemma": FamilyRow(
-        config=ModelType(num_key_value_heads=16, head_dim=256, is_gemma=True),
-        only_in_transformers="GELU gates",
-        fsdp2=True,
-        scales_embedding=True,
-    ),
-    "gemma2": FamilyRow(
-        config=ModelType(num_key_value_heads=4, head_dim=256, is_gemma=True, window_pattern=2, soft_caps=(50.0, 30.0)),
-        only_in_transformers="norms behind attention and MLP",
-        sandwich_norms=True,
-        fsdp2=True,
-        scales_embedding=True,
-        has_soft_caps=True,
-    ),
-    "gemma3_text": FamilyRow(
-        config=ModelType(num_key_value_heads=4, head_dim=256, is_gemma=True, qk_layernorm=True, window_pattern=6),
-        rotary_base=1e6,
-        only_in_transformers="norms behind attention and MLP",
-        sandwich_norms=True,
-        fsdp2=True,
-        scales_embedding=True,
-    ),
-    "granite": FamilyRow(config=ModelType(), only_in_transformers="multipliers", fsdp2=True, scales_embedding=True),
-    "olmo2": FamilyRow(
-        config=ModelType(qk_layernorm=True, norms_all_heads=True),
-        only_in_transformers="norms behind attention and MLP alone",
-        fsdp2=True,
-    ),
-    "glm": FamilyRow(
-        config=ModelType(
-            num_key_value_heads=2, head_dim=128, qkv_bias_field="attention_bias", has_qkv_bias=True, rotary_percent=0.5
-        ),
-        only_in_transformers="pairs of neighbours in the rotary embedding",
-        fsdp2=True,
-        fused_linears=("gate_up_proj",),
-    ),
-    "deepseek_v2": FamilyRow(config=ModelType(n_shared_experts=2, normalizes_topk=False, **_LATENT)),
-    "deepseek_v3": FamilyRow(config=_DEEPSEEK_V3, shorter_last_stage=True, automodel=True),
-    "kimi_k2": FamilyRow(config=_DEEPSEEK_V3, shorter_last_stage=True),
-    "glm4_moe_lite": FamilyRow(
-        config=ModelType(first_k_dense_replace=1, n_shared_experts=1, routed_scaling_factor=1.8, **_LATENT, **_GROUPS),
-        lacks_of_automodel="weights of a router after the experts",
-    ),
-    "gpt_oss": FamilyRow(
-        config=ModelType(
-            num_key_value_heads=8,
-            head_dim=64,
-            qkv_bias_field="attention_bias",
-            experts="width of the MLP",
-            has_sinks=True,
-        ),
-        rotary_base=150000.0,
-        automodel=True,
-    ),
-    "qwen2_moe": FamilyRow(
-        config=ModelType(
-            num_key_value_heads=16,
-            add_qkv_bias=True,
-            uses_window=False,
-            experts="own width",
-            shared_expert_gate=True,
-            normalizes_topk=False,
-        )
-    ),
-    "glm4_moe": FamilyRow(
-        config=ModelType(
-            num_key_value_heads=8,
-            qkv_bias_field="attention_bias",
-            qk_norm_field="use_qk_norm",
-            rotary_percent=0.5,
-            experts="own width",
-            first_k_dense_replace=1,
-            n_shared_experts=1,
-            **_GROUPS,
-        )
-    ),
-    "minimax_m2": FamilyRow(
-        config=ModelType(
-            num_key_value_heads=8,
-            head_dim=128,
-            qk_layernorm=True,
-            norms_all_heads=True,
-            experts="width of the MLP",
-            expert_bias=True,
-            scoring_func="sigmoid",
-        ),
-        rotary_base=5e6,
-    ),
-    "olmoe": FamilyRow(
-        config=ModelType(
-            qk_layernorm=True,
-            norms_all_heads=True,
-            norms_all_heads_fused=True,
-            experts="width of the MLP",
-            normalizes_topk=False,
-        )
-    ),
-    "nemotron": FamilyRow(config=ModelType(rotary_percent=0.5, has_squared_relu=True)),
-    "nemotron_h": FamilyRow(
-        config=ModelType(num_key_value_heads=8, head_dim=128, experts="own width", is_hybrid=True, **_GROUPS)
-    ),
-    "qwen3_next": FamilyRow(
-        config=ModelType(
-            num_key_value_heads=2, head_dim=256, experts="own width", shared_expert_gate=True, **_DELTA_NET
-        )
-    ),
-    "qwen3_5_text": FamilyRow(config=ModelType(num_key_value_heads=4, head_dim=256, **_DELTA_NET)),
-    "qwen3_5_moe_text": FamilyRow(
-        config=ModelType(
-            num_key_value_heads=2, head_dim=256, experts="own width", shared_expert_gate=True, **_DELTA_NET
-        )
-    ),
-    "gpt2": FamilyRow(config=None),
-}
+    "llama": FamilyRow(automodel=True, **_DIVIDED),
+    "mistral": FamilyRow(num_key_value_heads=8, has_window=True, window=4096, **_DIVIDED),
+    "phi3": FamilyRow(has_window=True, fused_linears=("qkv_proj", "gate_up_proj"), **_DIVIDED),
+    "qwen2": FamilyRow(num_key_value_heads=32, add_qkv_bias=True, uses_window=False, automodel=True, **_DIVIDED),
+    "qwen3": FamilyRow(num_key_value_heads=32, head_dim=128, qk_layernorm=True, uses_window=False, automodel=True,
+                       norms_of_transformers=True, **_DIVIDED),
+    "qwen3_moe": FamilyRow(num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width",
+                           normalizes_topk=False, fsdp2=True, automodel=True),
+    "mixtral": FamilyRow(num_key_value_heads=8, experts="width of the MLP", rotary_base=1e6, fsdp2=True),
+    "gemma": FamilyRow(num_key_value_heads=16, only_in_transformers="GELU gates", **_GEMMA),
+    "gemma2": FamilyRow(window_pattern=2, soft_caps=(50.0, 30.0), **_SANDWICH),
+    "gemma3_text": FamilyRow(qk_layernorm=True, window_pattern=6, rotary_base=1e6, **_SANDWICH),
+    "granite": FamilyRow(only_in_transformers="multipliers", fsdp2=True, scales_embedding=True),
+    "olmo2": FamilyRow(qk_layernorm=True, norms_all_heads=True, fsdp2=True,
+                       only_in_transformers="norms behind attention and MLP alone"),
+    "glm": FamilyRow(num_key_value_heads=2, head_dim=128, qkv_bias_field="attention_bias", has_qkv_bias=True,
+                     rotary_percent=0.5, fsdp2=True, fused_linears=("gate_up_proj",),
+                     only_in_transformers="pairs of neighbours in the rotary embedding"),
+    "deepseek_v2": FamilyRow(n_shared_experts=2, normalizes_topk=False, **_LATENT),
+    "deepseek_v3": FamilyRow(automodel=True, **_DEEPSEEK_V3),
+    "kimi_k2": FamilyRow(**_DEEPSEEK_V3),
+    "glm4_moe_lite": FamilyRow(first_k_dense_replace=1, n_shared_experts=1, routed_scaling_factor=1.8,
+                               lacks_of_automodel="weights of a router after the experts", **_LATENT, **_GROUPS),
+    "gpt_oss": FamilyRow(num_key_value_heads=8, head_dim=64, qkv_bias_field="attention_bias", has_sinks=True,
+                         experts="width of the MLP", rotary_base=150000.0, automodel=True),
+    "qwen2_moe": FamilyRow(num_key_value_heads=16, add_qkv_bias=True, uses_window=False, normalizes_topk=False,
+                           **_OWN_EXPERTS),
+    "glm4_moe": FamilyRow(num_key_value_heads=8, qkv_bias_field="attention_bias", qk_norm_field="use_qk_norm",
+                          rotary_percent=0.5, experts="own width", first_k_dense_replace=1, n_shared_experts=1,
+                          **_GROUPS),
+    "minimax_m2": FamilyRow(num_key_value_heads=8, head_dim=128, qk_layernorm=True, norms_all_heads=True,
+                            experts="width of the MLP", expert_bias=True, scoring_func="sigmoid", rotary_base=5e6),
+    "olmoe": FamilyRow(qk_layernorm=True, norms_all_heads=True, norms_all_heads_fused=True, normalizes_topk=False,
+                       experts="width of the MLP"),
+    "nemotron": FamilyRow(rotary_percent=0.5, has_squared_relu=True),
+    "nemotron_h": FamilyRow(num_key_value_heads=8, head_dim=128, experts="own width", is_hybrid=True, **_GROUPS),
+    "qwen3_next": FamilyRow(num_key_value_heads=2, head_dim=256, **_OWN_EXPERTS, **_DELTA_NET),
+    "qwen3_5_text": FamilyRow(num_key_value_heads=4, head_dim=256, **_DELTA_NET),
+    "qwen3_5_moe_text": FamilyRow(num_key_value_heads=2, head_dim=256, **_OWN_EXPERTS, **_DELTA_NET),
+    "gpt2": FamilyRow(has_config=False),
+}  # fmt: skip
 
 
 def families_with(name: str) -> list[Family]:

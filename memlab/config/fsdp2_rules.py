@@ -12,7 +12,9 @@ from memlab.config.option import EngineName
 from memlab.config.routing import Routing
 from memlab.config.training_state import AttnImplementation, TrainingState
 from memlab.config.transformers_linears import adapted_linears
-from memlab.config.validation import RuleError, shortened
+from memlab.config.validation import RuleError, refuse_beside, shortened
+
+_OTHER_CLASSES = "choose transformers, or leave {} out"
 
 
 class Fsdp2Rules:
@@ -36,7 +38,7 @@ class Fsdp2Rules:
     def attention_of_transformers(self) -> AttnImplementation:
         """The function of transformers that attends under engine fsdp2; with soft caps, it refuses sdpa."""
         own = self.state.attn_implementation
-        return "eager" if FAMILIES[self.architecture.family].has_soft_caps and own == "sdpa" else own
+        return "eager" if FAMILIES[self.architecture.family].soft_caps[0] and own == "sdpa" else own
 
     @property
     def ranks_of_shards(self) -> int:
@@ -111,24 +113,18 @@ class Fsdp2Rules:
         state, layout = self.state, self.layout
         if state.fsdp_version == 2:
             return
-        others = {
-            "tensor_model_parallel_size": layout.tensor_model_parallel_size > 1,
-            "fsdp_cpu_offload": state.fsdp_cpu_offload,
-            "lora_fsdp2_library": state.lora is not None and state.lora.fsdp2_library != "peft",
-            "adam_implementation": state.adam_implementation == "te_fused",
-            "reshard_after_forward_ranks": state.reshard_after_forward_ranks is not None,
-            "fsdp2_backward_prefetch_depth": state.fsdp2_backward_prefetch_depth > 0,
-            "fsdp2_forward_prefetch_depth": state.fsdp2_forward_prefetch_depth > 1,
-        }
-        for name, is_on in others.items():
-            if is_on:
-                value = getattr(layout if name == "tensor_model_parallel_size" else state, name, None)
-                value = state.lora.fsdp2_library if state.lora is not None and name.startswith("lora") else value
-                raise RuleError(
-                    f"fsdp_version is 1 and {name} {value!r}, which memlab does not predict together: choose "
-                    f"fsdp_version 2, or leave {name} out",
-                    *("fsdp_version", name),
-                )
+        tensor, library = layout.tensor_model_parallel_size, state.lora.fsdp2_library if state.lora else "peft"
+        before, after = state.fsdp2_backward_prefetch_depth, state.fsdp2_forward_prefetch_depth
+        others = (
+            ("tensor_model_parallel_size", tensor, tensor > 1),
+            ("fsdp_cpu_offload", True, state.fsdp_cpu_offload),
+            ("lora_fsdp2_library", library, library != "peft"),
+            ("adam_implementation", "te_fused", state.adam_implementation == "te_fused"),
+            ("reshard_after_forward_ranks", state.reshard_after_forward_ranks, state.reshard_after_forward_ranks),
+            ("fsdp2_backward_prefetch_depth", before, before > 0),
+            ("fsdp2_forward_prefetch_depth", after, after > 1),
+        )
+        refuse_beside("fsdp_version is 1 and", "fsdp_version", others, "choose fsdp_version 2, or leave {} out")
 
     def _check_model_classes(self) -> None:
         kind, model, family = self.state.model_classes, self.architecture, FAMILIES[self.architecture.family]
@@ -144,11 +140,8 @@ class Fsdp2Rules:
             self._check_experts_of_automodel()
         shares_sequences = self.layout.sequence_parallel and self.layout.tensor_model_parallel_size > 1
         if shares_sequences and not family.norms_of_transformers:
-            raise RuleError(
-                f"model_classes is {kind!r} and sequence_parallel, which memlab does not predict together: choose "
-                "transformers, or leave sequence_parallel out",
-                *("model_classes", "sequence_parallel"),
-            )
+            others = [("sequence_parallel", None, True)]
+            refuse_beside(f"model_classes is {kind!r} and", "model_classes", others, _OTHER_CLASSES)
 
     def _check_experts_of_automodel(self) -> None:
         """Refuses what memlab does not predict beside the classes of `memlab.engines.fsdp2.automodel_experts`."""
@@ -167,7 +160,7 @@ class Fsdp2Rules:
                 "model_classes",
             )
         is_spread = layout.expert_model_parallel_size > 1
-        for name, value, is_refused in (
+        others = (
             ("fsdp_version", 1, state.fsdp_version == 1),
             ("context_parallel_size", layout.context_parallel_size, layout.context_parallel_size > 1),
             ("lora_rank", state.lora and state.lora.rank, state.lora is not None),
@@ -176,14 +169,9 @@ class Fsdp2Rules:
             ("dp_replicate_size", state.dp_replicate_size, is_spread and state.dp_replicate_size > 1),
             ("fsdp_cpu_offload", True, is_spread and state.fsdp_cpu_offload),
             ("routing", str(self.routing), is_spread and self.routing.kind in ("random", "counts")),
-        ):
-            if is_refused:
-                raise RuleError(
-                    f"model_classes is {state.model_classes!r} with {self.architecture.name}, which has experts, and "
-                    f"{name} {value!r}, which memlab does not predict together: choose transformers, or leave {name} "
-                    "out",
-                    *("model_classes", name),
-                )
+        )
+        given = f"model_classes is {state.model_classes!r} with {self.architecture.name}, which has experts, and"
+        refuse_beside(given, "model_classes", others, _OTHER_CLASSES)
 
     def _check_spread_experts(self) -> None:
         ranks, kind = self.layout.expert_model_parallel_size, self.state.moe_token_dispatcher_type
@@ -226,32 +214,29 @@ class Fsdp2Rules:
 
     def _check_shared_sequences(self) -> None:
         state, ranks = self.state, self.layout.context_parallel_size
-        if ranks > 1 and self.architecture.window_size is not None:
+        if ranks == 1:
+            return
+        if self.architecture.window_size is not None:
             raise RuleError(
                 f"context_parallel_size is {ranks} with engine {self.engine!r}, must be 1 for "
                 f"{self.architecture.name}, since torch's context_parallel has no windows: choose 1",
                 "context_parallel_size",
             )
-        others = {
-            "tensor_model_parallel_size": self.layout.tensor_model_parallel_size > 1,
-            "dtype": self.dtype != "bf16",
-        }
-        if ranks > 1 and state.cp_comm_type == "a2a":
+        others = [
+            ("tensor_model_parallel_size", None, self.layout.tensor_model_parallel_size > 1),
+            ("dtype", None, self.dtype != "bf16"),
+        ]
+        if state.cp_comm_type == "a2a":
             self._check_ulysses()
         else:
-            others |= {
-                "fsdp_version": state.fsdp_version == 1,
-                "packed_sequences": self.packed_sequences is not None,
-                "attn_implementation": state.attn_implementation != "sdpa",
-                "loss_of_transformers": state.loss_of_transformers.startswith("logprobs"),
-            }
-        for name, is_on in others.items():
-            if ranks > 1 and is_on:
-                raise RuleError(
-                    f"context_parallel_size is {ranks} with engine {self.engine!r} and {name}, which memlab does not "
-                    f"predict together: choose 1, or leave {name} out",
-                    *("context_parallel_size", name),
-                )
+            others += [
+                ("fsdp_version", None, state.fsdp_version == 1),
+                ("packed_sequences", None, self.packed_sequences is not None),
+                ("attn_implementation", None, state.attn_implementation != "sdpa"),
+                ("loss_of_transformers", None, state.loss_of_transformers.startswith("logprobs")),
+            ]
+        given = f"context_parallel_size is {ranks} with engine {self.engine!r} and"
+        refuse_beside(given, "context_parallel_size", others, "choose 1, or leave {} out")
 
     def _check_ulysses(self) -> None:
         """Checks the rules of ``verl/utils/ulysses.py`` and ``_ulysses_flash_attention_forward`` (0.9.1)."""
@@ -285,7 +270,8 @@ class Fsdp2Rules:
     def _check_stages(self) -> None:
         """Checks the rules of torch's schedules, and of NeMo Automodel (``validate_hf_model_for_pipeline_support``)."""
         stages, state, layout = self.layout.pipeline_model_parallel_size, self.state, self.layout
-        runs, given = state.schedule_runs, f"pipeline_model_parallel_size is {stages} with engine {self.engine!r}"
+        runs, loss = state.schedule_runs, state.loss_of_transformers
+        given = f"pipeline_model_parallel_size is {stages} with engine {self.engine!r}"
         if stages == 1:
             return
         if self.architecture.share_embeddings_and_output_weights:
@@ -300,29 +286,20 @@ class Fsdp2Rules:
                 "the embedding returns, and memlab does not divide into stages: choose 1, or another model",
                 *("pipeline_model_parallel_size", "engine"),
             )
-        for name, value, is_refused in (
+        others = (
             ("context_parallel_size", layout.context_parallel_size, layout.context_parallel_size > 1),
             ("expert_model_parallel_size", layout.expert_model_parallel_size, layout.expert_model_parallel_size > 1),
-            ("sequence_parallel", True, layout.sequence_parallel and layout.tensor_model_parallel_size > 1),
-            (
-                *("model_classes", state.model_classes),
-                self.architecture.routes and state.model_classes != "transformers",
-            ),
+            ("model_classes", state.model_classes, self.architecture.routes and state.model_classes != "transformers"),
             ("fsdp_version", 1, state.fsdp_version == 1),
             ("fsdp_cpu_offload", True, state.fsdp_cpu_offload),
             ("attn_implementation", "eager", self.attention_of_transformers == "eager"),
-            (
-                *("loss_of_transformers", state.loss_of_transformers),
-                state.loss_of_transformers not in ("cross_entropy", "masked_cross_entropy"),
-            ),
-        ):
-            if is_refused:
-                # Tensor parallel ranks share sequences unless it is switched off.
-                other = "set sequence_parallel False" if name == "sequence_parallel" else f"leave {name} out"
-                raise RuleError(
-                    f"{given} and {name} {value!r}, which memlab does not predict together: choose 1, or {other}",
-                    *("pipeline_model_parallel_size", name),
-                )
+            ("loss_of_transformers", loss, loss not in ("cross_entropy", "masked_cross_entropy")),
+        )
+        refuse_beside(f"{given} and", "pipeline_model_parallel_size", others, "choose 1, or leave {} out")
+        # Tensor parallel ranks share sequences unless it is switched off.
+        divides = layout.sequence_parallel and layout.tensor_model_parallel_size > 1
+        shared = [("sequence_parallel", True, divides)]
+        refuse_beside(f"{given} and", "pipeline_model_parallel_size", shared, "choose 1, or set {} False")
         layers = [layout.layers_of_chunks(stage, self.num_layers) for stage in range(stages)]
         if 0 in chain(*layers):
             raise RuleError(

@@ -14,7 +14,7 @@ from memlab.config.parts.mla import LatentAttention
 from memlab.config.parts.moe import Experts
 from memlab.config.validation import is_whole_number, shortened
 
-_READ: dict[str, FamilyRow] = {name: row for name, row in FAMILIES.items() if row.config is not None}
+_READ: dict[str, FamilyRow] = {name: row for name, row in FAMILIES.items() if row.has_config}
 
 
 def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
@@ -27,10 +27,9 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
         ValueError: If a field is missing, of the wrong type, or of a kind that memlab does not model.
     """
     name = config.get("model_type")
-    row = _READ.get(name) if isinstance(name, str) else None
-    if row is None or row.config is None:
+    kind = _READ.get(name) if isinstance(name, str) else None
+    if kind is None:
         raise ValueError(f"model_type {shortened(name)} is not supported: memlab reads {', '.join(_READ)}")
-    kind = row.config
     fields = ConfigJson(config)
     _check_parts(fields, kind)
     rope = config.get("rope_parameters") or {}
@@ -50,7 +49,7 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
         )
     rope = rope.get("full_attention") or rope
     # Newer files of transformers keep the base, and the share that is rotated, among the rope's parameters.
-    base = ConfigJson(rope).number("rope_theta", default=row.rotary_base)
+    base = ConfigJson(rope).number("rope_theta", default=kind.rotary_base)
     share = ConfigJson(rope).number("partial_rotary_factor", default=kind.rotary_percent)
     if "rotary_dim" in config and kind.norms_all_heads:
         share = fields.whole("rotary_dim") / fields.whole("head_dim", default=kind.head_dim)

@@ -23,7 +23,7 @@ from memlab.config.settings import (
     MemorySettings,
 )
 from memlab.config.training_state import TrainingState
-from memlab.config.validation import RuleError
+from memlab.config.validation import RuleError, refuse_beside
 
 
 def checkpoints_moe_layers(settings: MemorySettings, architecture: Architecture) -> bool:
@@ -131,13 +131,10 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
 
 
 def _check_beside_offload(settings: MemorySettings, state: TrainingState) -> None:
-    for name in ("reference_model", "transformer_impl", "cuda_graph_impl"):
-        if settings.offload_modules and getattr(state, name) != options_of(TrainingState)[name].default:
-            raise RuleError(
-                f"offload_modules has {list(settings.offload_modules)} with {name} {getattr(state, name)!r}, which "
-                "memlab does not predict together: leave one of the two out",
-                *("offload_modules", name),
-            )
+    names = ("reference_model", "transformer_impl", "cuda_graph_impl") if settings.offload_modules else ()
+    others = [(name, value := getattr(state, name), value != options_of(TrainingState)[name].default) for name in names]
+    given = f"offload_modules has {list(settings.offload_modules or ())} with"
+    refuse_beside(given, "offload_modules", others, "leave one of the two out")
 
 
 def _check_beside_graphs(settings: MemorySettings, state: TrainingState) -> None:

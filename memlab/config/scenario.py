@@ -32,7 +32,14 @@ from memlab.config.parts.part import Weight
 from memlab.config.pipeline_layout import extra_layers
 from memlab.config.routing import Routing, find_routing
 from memlab.config.training_state import TrainingState
-from memlab.config.validation import MOST_LAYERS, MOST_TOKENS_OF_A_SEQUENCE, RuleError, check_whole_number, shortened
+from memlab.config.validation import (
+    MOST_LAYERS,
+    MOST_TOKENS_OF_A_SEQUENCE,
+    RuleError,
+    check_whole_number,
+    refuse_beside,
+    shortened,
+)
 from memlab.config.versions import OLDER_FILES, Versions
 
 Dtype = Literal["bf16", "fp32"]
@@ -383,7 +390,7 @@ class Scenario(Fsdp2Rules):
         if self.state.transformer_impl != "local":
             return
         model, state = self.architecture, self.state
-        for name, value, is_refused in (
+        others = (
             ("num_moe_experts", model.num_moe_experts, model.routes),
             ("multi_latent_attention", True, model.multi_latent_attention),
             # Torch's own RMSNorm, which Megatron takes there, keeps other tensors.
@@ -395,13 +402,9 @@ class Scenario(Fsdp2Rules):
             ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
             ("lora_rank", state.lora and state.lora.rank, state.lora is not None),
             *((name, getattr(state, name), name in state.changed()) for name in _NOT_BESIDE_OWN_LAYERS),
-        ):
-            if is_refused:
-                raise RuleError(
-                    f"transformer_impl is 'local' with {name} {value}, which memlab does not predict together: choose "
-                    "transformer_engine, or leave the other out",
-                    *("transformer_impl", name),
-                )
+        )
+        advice = "choose transformer_engine, or leave the other out"
+        refuse_beside("transformer_impl is 'local' with", "transformer_impl", others, advice)
         matrices = self.micro_batch_size * model.num_attention_heads // self.layout.tensor_model_parallel_size
         if not has_softmax_kernel(self.seq_length, matrices):
             raise RuleError(
@@ -440,16 +443,11 @@ class Scenario(Fsdp2Rules):
         model, layout = self.architecture, self.layout
         ranks = layout.context_parallel_size
         groups = max(1, model.num_query_groups // layout.tensor_model_parallel_size)  # more ranks share a head of keys
-        for name, value, is_refused in (
+        others = (
             ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
             ("dtype", self.dtype, self.dtype == "fp32"),
-        ):
-            if is_refused:
-                raise RuleError(
-                    f"cp_comm_type is 'a2a' with {name} {value}, which memlab does not predict together: choose p2p, "
-                    "or context_parallel_size 1",
-                    *("cp_comm_type", name),
-                )
+        )
+        refuse_beside("cp_comm_type is 'a2a' with", "cp_comm_type", others, "choose p2p, or context_parallel_size 1")
         if groups % ranks:
             raise RuleError(
                 f"context_parallel_size is {ranks} with cp_comm_type 'a2a', must divide the {groups} heads of keys of "
@@ -631,17 +629,12 @@ class Scenario(Fsdp2Rules):
         if not self.state.create_attention_mask:
             return
         ranks, backend = self.layout.context_parallel_size, self.state.attention_backend
-        for name, value, refused, advice in (
-            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None, "leave one of the two out"),
-            ("context_parallel_size", ranks, ranks > 1, "choose 1"),
-            ("attention_backend", repr(backend), backend == "unfused", "choose auto, fused or flash"),
-        ):
-            if refused:
-                raise RuleError(
-                    f"create_attention_mask is True with {name} {value}, which memlab does not predict together: "
-                    f"{advice}, or leave create_attention_mask out",
-                    *("create_attention_mask", name),
-                )
+        others = (
+            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
+            ("context_parallel_size", ranks, ranks > 1),
+            ("attention_backend", backend, backend == "unfused"),
+        )
+        refuse_beside("create_attention_mask is True with", "create_attention_mask", others, "leave one of them out")
 
     def _check_graphs(self) -> None:
         impl, state = self.state.cuda_graph_impl, self.state
@@ -668,13 +661,8 @@ class Scenario(Fsdp2Rules):
                 beside |= {"moe_shared_expert_overlap": state.moe_shared_expert_overlap}
                 beside |= {"routing": self.routing.kind == "random"}
             self._check_modules_of_graphs(modules)
-        for name, is_there in beside.items():
-            if is_there:
-                raise RuleError(
-                    f"cuda_graph_impl is {impl!r} with {name}, which memlab does not predict together: choose 'none', "
-                    f"or leave {name} out",
-                    *("cuda_graph_impl", name),
-                )
+        others = [(name, None, is_there) for name, is_there in beside.items()]
+        refuse_beside(f"cuda_graph_impl is {impl!r} with", "cuda_graph_impl", others, "choose 'none', or leave {} out")
 
     def _check_modules_of_graphs(self, modules: tuple[str, ...]) -> None:
         """Checks Megatron's rules (``TransformerConfig.__post_init__``, 0.16.1)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 MOST_LAYERS = 10_000
 """The deepest model that memlab accepts, ten times the deepest ones that were trained."""
 MOST_TOKENS_OF_A_SEQUENCE = 2**24
@@ -46,6 +48,22 @@ class RuleError(ValueError):
     def __init__(self, message: str, *fields: str) -> None:
         super().__init__(message)
         self.fields = fields
+
+
+def refuse_beside(given: str, own: str, others: Iterable[tuple[str, object, object]], advice: str) -> None:
+    """Refuses the first of some options that memlab does not predict beside a given one.
+
+    Args:
+        given: The given option and its value, and the word before the other one.
+        own: The name of the given option.
+        others: Name of each, the value that the message shows, and whether it is refused. None shows no value.
+        advice: What to do; ``{}`` stands for the name of the other option.
+    """
+    for name, value, is_refused in others:
+        if is_refused:
+            other = name if value is None else f"{name} {value!r}"
+            message = f"{given} {other}, which memlab does not predict together: {advice.format(name)}"
+            raise RuleError(message, own, name)
 
 
 def check_whole_number(

@@ -79,6 +79,21 @@ def layout_of(reading: Reading, architecture: Architecture) -> Layout:
         raise CannotStartError(str(error), *error.fields) from error
 
 
+def check_expert_ranks(reading: Reading, architecture: Architecture) -> None:
+    """Checks that a model whose experts shall be spread over ranks has experts.
+
+    Raises:
+        CannotStartError: If it has none (``TransformerConfig.__post_init__``, megatron-core 0.16.1 and 0.19.2).
+    """
+    size = reading.values.get("expert_model_parallel_size") or 1
+    if size > 1 and not architecture.routes and reading.values.get("engine") in (None, "megatron"):
+        raise CannotStartError(
+            f"expert_model_parallel_size is {size}, must be 1 for {architecture.name}, which has no experts, by a rule "
+            "of Megatron-Core: set it to 1",
+            "expert_model_parallel_size",
+        )
+
+
 def _split_fp8(reading: Reading) -> None:
     """Notes that a job in FP8 keeps whole sequences between matrices, which memlab splits there."""
     tensor = reading.values.get("tensor_model_parallel_size") or 1

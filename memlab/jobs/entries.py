@@ -82,7 +82,9 @@ class Entries:
     recipe: str = ""
     """Where the values of the recipe that a job names come from; empty where it names none that memlab can read."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that a script sets, such as ``PYTORCH_CUDA_ALLOC_CONF``."""
+    """Variables that a script sets for its programs, such as ``PYTORCH_CUDA_ALLOC_CONF``."""
+    not_exported: tuple[str, ...] = ()
+    """Names of a script's other variables, which its programs do not see."""
 
     def add(self, key: str, value: Any, line: int | None) -> None:
         """Adds a key, or replaces its value."""

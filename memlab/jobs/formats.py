@@ -321,6 +321,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             entries.environment = dict(command.variables)
             _take_overrides(words, path, framework, entries)
         entries.environment = entries.environment | command.variables
+        entries.not_exported = command.not_exported
         _take_environment_of_ray(command, path, entries)
         if script.lacks_arguments and any(UNKNOWN in word for word, _ in command.words):
             entries.causes.append(script.lacks_arguments)

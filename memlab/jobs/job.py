@@ -21,6 +21,7 @@ from memlab.jobs.arguments import add_override
 from memlab.jobs.bounds import bound, bounded_by, is_of_inference_engine
 from memlab.jobs.building import (
     ALLOCATOR_VARIABLES,
+    check_expert_ranks,
     recompute_of_all_layers,
     scenario_of,
     settings_of,
@@ -249,7 +250,8 @@ def _override(framework: Framework, entries: Entries, given: dict[str, str]) -> 
             add_override(overrides, name, text, None)
     for key in overrides.by_key:
         if key not in entries.by_key and not framework.knows(key):
-            near = difflib.get_close_matches(key, sorted({*framework.names(), *entries.environment}), 1, 0.5)
+            names = {*framework.names(), *entries.environment, *entries.not_exported}
+            near = difflib.get_close_matches(key, sorted(names), 1, 0.5)
             mean = f"did you mean {near[0]}" if near else f"memlab job lists the keys of {framework.title}"
             raise ValueError(f"--set has the key {shortened(key)}, which memlab does not know: {mean}")
     entries.merge(overrides)
@@ -270,7 +272,7 @@ def _built(
     try:
         lacking = [*reading.blocked["job"], *precisions]
         found = with_layer_pattern(reading, _architecture(reading, architecture, lacking, model, framework))
-        _drop_experts(reading, found)
+        _drop_experts(reading, found, is_own=architecture is None)
         framework.complete_of_model(reading, found)
         _drop_shared_experts(reading, found)
         complete_cuda_graphs(reading, found)
@@ -278,6 +280,7 @@ def _built(
         scenario = scenario_of(reading, found, Versions(transformer_engine=framework.transformer_engine))
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
         bound(reading, scenario, settings)
+        _note_missing_sizes(reading, framework, scenario)
     except CannotStartError as error:
         scenario = None
         if reading.guessed:
@@ -342,6 +345,18 @@ def _built(
         causes=tuple(dict.fromkeys(reading.entries.causes)),
         warnings=tuple(dict.fromkeys(reading.warnings)),
     )
+
+
+def _note_missing_sizes(reading: Reading, framework: Framework, scenario: Scenario) -> None:
+    """Says which sizes of a micro-batch the job does not give, where its framework has no default either."""
+    for field, what in (("seq_length", "how long sequences are"), ("micro_batch_size", "the size of a micro-batch")):
+        keys = [key.name for key in framework.keys if key.field == field]
+        if reading.values.get(field) is None and keys and reading.entries.by_key.keys().isdisjoint(keys):
+            reading.assumed.append(what)
+            reading.warnings.append(
+                f"{keys[0]} is not in the file, and {framework.title} has no default: memlab takes "
+                f"{getattr(scenario, field):,}; give --set {keys[0]}=NUMBER"
+            )
 
 
 def _as_in_file(job: Job, named: Callable[[str], str]) -> Job:
@@ -419,7 +434,7 @@ def _note_accelerator(reading: Reading) -> None:
     environment = [name for name, text in reading.entries.environment.items() if text]
     overrides = [key.rpartition(".")[2] for key, entry in reading.entries.by_key.items() if "." in key and entry.value]
     for devices, names in _OTHER_ACCELERATORS.items():
-        found = next(filter(names.fullmatch, [*environment, *overrides]), None)
+        found = next(filter(names.fullmatch, [*environment, *reading.entries.not_exported, *overrides]), None)
         if found is not None:
             reading.warnings.append(
                 f"{found} is set, as jobs on {devices} have it; memlab predicts the job on NVIDIA's GPUs, with "
@@ -445,10 +460,16 @@ def _what_sets(unread: str) -> list[str]:
     return [f"what {unread} sets"] if unread else []
 
 
-def _drop_experts(reading: Reading, architecture: Architecture) -> None:
-    """Moves keys that concern experts only, where a dense model has them, to those without effect."""
+def _drop_experts(reading: Reading, architecture: Architecture, *, is_own: bool) -> None:
+    """Moves keys that concern experts only, where a dense model has them, to those without effect.
+
+    Raises:
+        CannotStartError: If the job's own model has no experts to spread.
+    """
     if architecture.routes:
         return
+    if is_own:
+        check_expert_ranks(reading, architecture)
     for taken in [one for one in reading.taken if one.field in _OF_EXPERTS]:
         reading.values.pop(taken.field, None)
         reading.taken.remove(taken)

@@ -111,7 +111,7 @@ def test_models_with_sinks_and_windows_share_sequences_only_by_exchanging_heads(
     ("model", "ranks", "state", "values", "rule"),
     [
         ("qwen3-dense-tiny", 2, {}, {"packed_sequences": 2}, "with packed_sequences 2, which memlab does not predict"),
-        ("qwen3-dense-tiny", 2, {}, {"dtype": "fp32"}, "with dtype fp32, which memlab does not predict"),
+        ("qwen3-dense-tiny", 2, {}, {"dtype": "fp32"}, "with dtype 'fp32', which memlab does not predict"),
         ("qwen3-dense-tiny", 16, {}, {}, "must divide the . heads of keys"),
         (
             "deepseek-tiny",

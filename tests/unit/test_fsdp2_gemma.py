@@ -144,4 +144,4 @@ def test_what_a_file_does_not_give_is_transformers_own() -> None:
             rope = theirs.rope_parameters
             assert row.rotary_base == rope.get("full_attention", rope)["rope_theta"], name
         if hasattr(theirs, "norm_topk_prob"):
-            assert row.config is not None and row.config.normalizes_topk == theirs.norm_topk_prob, name
+            assert row.normalizes_topk == theirs.norm_topk_prob, name

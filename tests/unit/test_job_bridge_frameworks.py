@@ -169,6 +169,21 @@ def test_skyrl_s_last_turn_begins_with_the_longest_input(keys: str, expected: in
 
 
 @pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        ("generator.max_input_length=7000", "is 7000 with trainer.max_prompt_length 512, must be the same"),
+        ("generator.max_input_length=400", "must be the same with generator.max_turns 1"),
+        ("generator.max_input_length=400 generator.max_turns=3", "must be at least as many"),
+        ("generator.max_input_length=512", None),
+    ],
+)
+def test_skyrl_refuses_an_input_length_that_its_turns_do_not_have(keys: str, rule: str | None, tmp_path: Path) -> None:
+    """``validate_generator_cfg`` asserts it."""
+    found = skyrl(tmp_path, keys).cannot_start
+    assert rule in str(found) if rule else found is None
+
+
+@pytest.mark.parametrize(
     ("before", "keys", "is_on"),
     [
         ("", "", True),

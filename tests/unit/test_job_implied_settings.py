@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -643,3 +644,56 @@ def test_an_argument_of_ms_swift_3_brings_its_defaults(
     state = read(tmp_path, flags, SWIFT).required()[0].state
 
     assert (state.cross_entropy_loss_fusion, state.apply_rope_fusion) == (is_fused_loss, is_fused_rope)
+
+
+_NAMED = {
+    "megatron-lm": ("torchrun --nproc-per-node 8 pretrain_gpt.py " + SIZES, "--expert-model-parallel-size 2"),
+    "ms-swift": ("NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-8B ", "--expert_model_parallel_size 2"),
+    "verl": (
+        "python -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-8B ",
+        (
+            "actor_rollout_ref.actor.megatron.expert_model_parallel_size=2 trainer.n_gpus_per_node=8 "
+            "actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32=True"
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _NAMED)
+def test_a_model_without_experts_cannot_spread_them(tmp_path: Path, name: str) -> None:
+    """``TransformerConfig.__post_init__`` raises, megatron-core 0.16.1 and 0.19.2."""
+    start, flags = _NAMED[name]
+    assert "which has no experts, by a rule of Megatron-Core" in str(read(tmp_path, flags, start).cannot_start)
+    assert Job.read(tmp_path / "run.sh", architecture="qwen3-30b-a3b").cannot_start is None
+    assert Job.read(tmp_path / "run.sh", architecture="phi-4").cannot_start is None  # in place of the job's model
+
+
+@pytest.mark.parametrize(
+    ("flags", "refusal"),
+    [
+        ("--seq-length 8192 --max-position-embeddings 4096", "max_position_embeddings is 4096, must be at least"),
+        ("--seq-length 4096 --max-position-embeddings 4096", None),
+        (
+            "--mtp-num-layers 1 --position-embedding-type learned_absolute --max-position-embeddings 4096",
+            "choose rope or none",
+        ),
+        ("--mtp-num-layers 1", None),
+    ],
+)
+def test_positions_that_the_arguments_of_megatron_lm_refuse(tmp_path: Path, flags: str, refusal: str | None) -> None:
+    """``validate_args`` asserts it, with rotary positions too."""
+    found = read(tmp_path, flags).cannot_start
+    assert refusal in str(found) if refusal else found is None
+
+
+@pytest.mark.parametrize("flag", ["seq_length", "micro_batch_size"])
+def test_a_size_without_a_default_is_not_taken_in_silence(tmp_path: Path, flag: str) -> None:
+    """Megatron-LM asserts that both are given; a part of a script may lack them."""
+    start = "torchrun --nproc-per-node 8 pretrain_gpt.py " + SIZES
+    given = f"--{flag.replace('_', '-')}"
+    words = re.sub(rf"{given} \S+", "", start)
+    assert words != start
+    job = read(tmp_path, "", words)
+    assert any(line.startswith(f"{flag} is not in the file, and Megatron-LM has no default") for line in job.warnings)
+    assert job.guesses
+    assert not [line for line in read(tmp_path, "", start).warnings if "no default" in line]

@@ -444,9 +444,9 @@ def test_a_command_that_may_not_run_is_marked_and_has_the_values_of_its_branch()
 def test_a_command_has_the_variables_of_its_moment() -> None:
     text = "A=1\nexport B=2\nB=3 C=4 run --x\nA=5\nf() { local D=6; env E=7 run --y; }\nf\nrun --z"
     first, second, third = read_script(text, Path("run.sh")).commands
-    assert first.variables == {"A": "1", "B": "3", "C": "4"}
-    assert second.variables == {"A": "5", "B": "2", "D": "6", "E": "7"}
-    assert third.variables == {"A": "5", "B": "2"}
+    assert first.variables == {"B": "3", "C": "4"}
+    assert second.variables == {"B": "2", "E": "7"}
+    assert third.variables == {"B": "2"}
 
 
 @pytest.mark.parametrize(

@@ -166,3 +166,38 @@ def test_what_cannot_be_decided_is_said(text: str, words: list[str]) -> None:
     assert [UNKNOWN_WORDS if word == UNKNOWN else word for word, _ in script.commands[-1].words[1:]] == words
     assert script.warnings or words == [UNKNOWN_WORDS]
     assert all(warning.startswith("line ") for warning in script.warnings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("V=1\njob", "export V=1\njob", "V=1; export V\njob", "export V; V=1\njob", "V=1 job", "V=0\nV=1 job"),
+        *("declare -x V=1\njob", "declare V=1\njob", "typeset -x V\nV=1\njob", "export V=1\nexport -n V\njob"),
+        *("export V=1\ndeclare +x V\njob", "set -a\nV=1\nset +a\njob", "set -o allexport\nV=1\njob"),
+        *("export V=1\nenv -u V job", "export V=1\nenv -i job", "env V=1 job", "export V=1\nenv --unset V W=2 job"),
+        *("export V=1\nV=2\njob", "export V=1\nunset V\njob", "N=V; export $N=1\njob", "f() { local -x V=1; job; }\nf"),
+        *("V=1\nbash -c job", "export V=1\nbash -c job", "V=1 bash -c job", "f() { job; }\nV=1 f", "readonly V=1\njob"),
+        *(
+            "V=1\nfor W in V; do export $W; done\njob",
+            "V=1\n(export V; job)",
+            "export $(echo V=1)\njob",
+            "V=1 exec job",
+        ),
+    ],
+)
+def test_a_program_has_the_variables_that_bash_exports(text: str, tmp_path: Path) -> None:
+    stub = tmp_path / "job"
+    stub.write_text('#!/bin/sh\nprintf "%s" "${V-none}"\n')
+    stub.chmod(0o755)
+    text = text.replace("job", f"{stub} --flag x.py")  # by its path, since env -i has no PATH
+    text = text.replace(f"-c {stub} --flag x.py", f"-c '{stub} --flag x.py'")
+    truth = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=False, timeout=20).stdout  # noqa: S607
+    [command] = [one for one in read_script(text, tmp_path / "run.sh").commands if one.words[0][0] == str(stub)]
+    assert command.variables.get("V", "none") == truth
+
+
+def test_a_variable_that_is_not_exported_is_named(tmp_path: Path) -> None:
+    for start, is_named in (("", True), ("export ", False)):
+        text = f"{start}PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\ntorchrun x.py --flag\n"
+        warnings = read_script(text, tmp_path / "run.sh").warnings
+        assert any("PYTORCH_CUDA_ALLOC_CONF and does not export it" in one for one in warnings) == is_named

@@ -21,6 +21,7 @@ import psutil
 import pytest
 
 from memlab.cli import main
+from memlab.commands.shared.process import terminated_as_by_ctrl_c
 from memlab.config import without_effect
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
@@ -763,7 +764,8 @@ def kill_a_process() -> None:
         time.sleep(0.05)
 
 
-def test_ctrl_c_shows_what_was_found_until_then() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_ctrl_c_and_a_time_limit_show_what_was_found_until_then(number: signal.Signals) -> None:
     command = [sys.executable, "-m", "memlab", "search", "qwen3-moe-tiny", "--num-layers", "4", "--seq-length", "64"]
     command += ["--gpu-memory", "8GiB", "--resolution", "1B", "--engines", "2"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -771,12 +773,23 @@ def test_ctrl_c_shows_what_was_found_until_then() -> None:
         while not process.stderr.readline().startswith("3 predicted"):
             assert process.poll() is None
         started = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         table, complaint = process.communicate(timeout=60)
     assert process.returncode == 130
     assert started and not psutil.wait_procs(started, timeout=10)[1], "engines end with the search"
     assert "these settings fit with the least extra work" in table and "CUT SHORT" in table
     assert "Traceback" not in complaint
+
+
+@pytest.mark.parametrize("of_ctrl_c", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_request_to_terminate_ends_a_search_as_ctrl_c_does(of_ctrl_c: Any) -> None:
+    handlers = signal.signal(signal.SIGINT, of_ctrl_c), signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(KeyboardInterrupt), terminated_as_by_ctrl_c():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, handlers[0])
+    assert signal.getsignal(signal.SIGTERM) == handlers[1]
 
 
 def test_a_step_with_a_limit_starts_in_a_process_of_its_own() -> None:

@@ -35,7 +35,10 @@ JOBS: dict[str, tuple[str, Outcome, tuple[str, ...]]] = {
     "b/version.sh": (
         VERL,
         "asked",
-        (f"{GRADIENTS} is not in the file, and its default depends on the version",),
+        (
+            f"{GRADIENTS} is not in the file, and its default depends on the version",
+            "the file does not say the size of a micro-batch",
+        ),
     ),
     "b/sizes.sh": (
         "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 4 --hidden-size 512 --num-attention-heads 8 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope --bf16 --seq-length 1024",

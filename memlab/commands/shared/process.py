@@ -58,6 +58,21 @@ def terminate_on_signal() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def terminated_as_by_ctrl_c() -> Iterator[None]:
+    """Lets a request to terminate, such as that of ``timeout`` or of a batch system, end the block as Ctrl-C does."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        of_ctrl_c = signal.getsignal(signal.SIGINT)  # ignored in the background of a shell script
+        (of_ctrl_c if callable(of_ctrl_c) else signal.default_int_handler)(number, frame)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 def exit_now(code: int) -> None:
     """Ends the process without the cleanup of an ordinary exit, which would wait for the other ranks of a job."""
     sys.stdout.flush()

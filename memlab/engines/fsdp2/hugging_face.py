@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from memlab.config.architectures import Architecture
+from memlab.config.families import FAMILIES
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2 import attention as attentions
 
@@ -48,7 +49,7 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
     """
     from transformers import AutoConfig
 
-    sizes = architecture
+    sizes, family = architecture, FAMILIES[architecture.family]
     channels = {"head_dim": sizes.kv_channels} if sizes.family not in ("phi3", "qwen2") else {}
     experts = {}
     if sizes.routes:
@@ -61,14 +62,13 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
     if sizes.multi_latent_attention:
         channels = {}
         experts = _of_latent_attention(sizes) | _of_grouped_experts(sizes)
-    if sizes.family == "mixtral":
+    if family.experts == "width of the MLP":
         experts = {"num_local_experts": sizes.num_moe_experts, "num_experts_per_tok": sizes.moe_router_topk}
     window: dict[str, Any] = {}
-    if sizes.family in ("mistral", "mixtral", "phi3"):
+    if family.has_window:
         window = {"sliding_window": None if sizes.window_size is None else sizes.window_size[0] + 1}
-    if sizes.family == "gpt_oss":
+    if family.has_sinks:
         assert sizes.window_size is not None, "gpt-oss's config.json has it"
-        experts = {"num_local_experts": sizes.num_moe_experts, "num_experts_per_tok": sizes.moe_router_topk}
         # transformers' own pattern: every second layer has no window.
         window = {"sliding_window": sizes.window_size[0] + 1, "swiglu_limit": sizes.activation_func_clamp_value}
     rope: dict[str, Any] = {
@@ -101,7 +101,7 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         **channels,
         **window,
         **experts,
-        **({"attention_bias": sizes.add_qkv_bias} if sizes.family == "glm" else {}),
+        **({family.qkv_bias_field: sizes.add_qkv_bias} if family.has_qkv_bias else {}),
     )
 
 

@@ -711,7 +711,31 @@ def _flag(name: str, value: Any) -> str:
 
 def _check(reading: Reading) -> None:
     check_arguments(reading)
+    _check_positions(reading)
     check_backend(reading, "auto")
+
+
+def _check_positions(reading: Reading) -> None:
+    """Checks what ``validate_args`` asserts of the positions (core 0.16.1).
+
+    Raises:
+        CannotStartError: If it refuses them.
+    """
+    values = reading.values
+    positions, longest = reading.get("max_position_embeddings"), values.get("seq_length")
+    if isinstance(positions, int) and longest and positions < longest:
+        raise CannotStartError(
+            f"max_position_embeddings is {positions}, must be at least seq_length, {longest}, also with rope, "
+            "by a rule of Megatron-LM's arguments: give a larger one",
+            "seq_length",
+        )
+    if values.get("mtp_num_layers") and values.get("position_embedding_type") not in (None, "rope", "none"):
+        raise CannotStartError(
+            f"mtp_num_layers is {values['mtp_num_layers']} with position_embedding_type "
+            f"{values['position_embedding_type']}, which the arguments of Megatron-LM refuse: choose rope or none, or "
+            "leave mtp_num_layers out",
+            *("mtp_num_layers", "position_embedding_type"),
+        )
 
 
 ONLY_OF_MS_SWIFT = {

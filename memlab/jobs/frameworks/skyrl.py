@@ -12,7 +12,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.adapters import adapter_keys
 from memlab.jobs.frameworks.bridge_keys import complete_provider
-from memlab.jobs.frameworks.framework import Framework, Reading, Signs
+from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, is_given
 from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import (
@@ -175,6 +175,24 @@ def longest_row(reading: Reading) -> int:
     return int(values.pop("longest"))
 
 
+def check_turns(reading: Reading) -> None:
+    """Checks the input length of a generation (``validate_generator_cfg`` in skyrl/train/utils/utils.py, a9564572).
+
+    Raises:
+        CannotStartError: If SkyRL refuses it.
+    """
+    key, turns = "generator.max_input_length", reading.get("generator.max_turns", default=1)
+    tokens, prompt = reading.get(key), reading.get("trainer.max_prompt_length", default=512)
+    if not is_whole_number(tokens) or not is_whole_number(prompt) or not is_whole_number(turns):
+        return
+    if tokens < prompt or (tokens > prompt and turns == 1):
+        rule = "be the same with generator.max_turns 1" if turns == 1 else "be at least as many"
+        raise CannotStartError(
+            f"{key} is {tokens} with trainer.max_prompt_length {prompt}, must {rule}, by a rule of SkyRL: change "
+            "one of them"
+        )
+
+
 def compares(reading: Reading) -> bool:
     """Whether a penalty compares the policy with a reference model."""
     algorithm = "trainer.algorithm"
@@ -259,6 +277,7 @@ SKYRL = Framework(
     without_effect=keys_without_effect("skyrl") | megatron_without_effect(_MEGATRON),
     complete=complete,
     complete_of_model=complete_provider,
+    check=check_turns,
     compose=compose,
     fixed=FIXED,
     packs=is_packed,

@@ -54,6 +54,7 @@ from memlab.jobs.frameworks.reinforcement import (
 )
 from memlab.jobs.frameworks.skyrl import (
     SKYRL,
+    check_turns,
     compares,
     engine_of,
     freed_by_reference_model,
@@ -193,6 +194,7 @@ def check(reading: Reading) -> None:
         CannotStartError: If SkyRL or torch refuses the job.
     """
     check_shards(reading)
+    check_turns(reading)
     for key in _OF_MEGATRON_ONLY:
         if reading.get(key):
             raise CannotStartError(

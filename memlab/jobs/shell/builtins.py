@@ -12,7 +12,7 @@ from memlab.jobs.shell.printing import echoed, formatted
 from memlab.jobs.shell.variables import ASSIGNMENT, Array, Value, Variable, Variables, after, array_of
 from memlab.jobs.shell.words import NAME_ONLY, Piece, Word
 
-_OPTIONS_OF_SET = {"e": "errexit", "u": "nounset", "f": "noglob"}
+_OPTIONS_OF_SET = {"a": "allexport", "e": "errexit", "u": "nounset", "f": "noglob"}
 _OPTIONS_OF_READ = "adinNptu"
 """Options of ``read`` that have a value."""
 
@@ -224,6 +224,9 @@ class Builtins(Variables):
             return None if "p" in letters else True
         if words[0].keyword == "local" and not self.hidden:
             return False
+        if words[0].keyword == "export":
+            removed |= {"x"} if "n" in letters else set()
+            letters = (letters | {"x"}) - removed - {"n"}
         is_local = bool(self.hidden) and words[0].keyword not in ("export", "readonly") and "g" not in letters
         letters |= {"r"} if words[0].keyword == "readonly" else set()
         attributes = "".join(letter for letter in "Ailnru" if letter in letters)
@@ -234,10 +237,17 @@ class Builtins(Variables):
             match = ASSIGNMENT.match(word.raw) or NAME_ONLY.fullmatch(word.raw)
             if match is not None:
                 has_value = match.re is ASSIGNMENT
+                self._export(match[1] if has_value else match[0], letters, removed)
                 self._declare_one(word, match[1] if has_value else match[0], attributes, removed, is_local, has_value)
             elif word.raw[:1] not in "-+":
-                self._declare_texts(self.words(word))
+                self._declare_texts(self.words(word), letters, removed)
         return True
+
+    def _export(self, name: str, letters: set[str], removed: set[str]) -> None:
+        if "x" in letters:
+            self.exported.add(self.named(name))
+        elif "x" in removed:
+            self.exported.discard(self.named(name))
 
     def _declare_one(
         self, word: Word, name: str, attributes: str, removed: set[str], is_local: bool, has_value: bool
@@ -271,7 +281,7 @@ class Builtins(Variables):
             return word
         return Word(word.line, [Piece(match[0], "plain"), Piece(self.one(after(word, match.end())), "literal")])
 
-    def _declare_texts(self, texts: list[str]) -> None:
+    def _declare_texts(self, texts: list[str], letters: set[str], removed: set[str]) -> None:
         """Follows ``export "$NAME=value"``, whose names only an expansion shows."""
         for text in texts:
             name, equals, value = text.partition("=")
@@ -281,8 +291,10 @@ class Builtins(Variables):
                     "which variables the script sets here is known only when the job runs, and memlab keeps their "
                     "earlier values: give those that matter with --set NAME=VALUE"
                 )
-            elif equals and NAME_ONLY.fullmatch(name):
-                self.set(name, value)
+            elif NAME_ONLY.fullmatch(name):
+                self._export(name, letters, removed)
+                if equals:
+                    self.set(name, value)
 
 
 def _options_of_read(arguments: list[str]) -> tuple[dict[str, str], list[str]]:

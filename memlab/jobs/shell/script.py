@@ -68,7 +68,9 @@ class Command:
     words: list[tuple[str, int]]
     """Each word with its line."""
     variables: dict[str, str] = field(default_factory=dict)
-    """What the script has set when it runs the command, and what stands before the command."""
+    """What the script has exported when it runs the command, and what stands before the command."""
+    not_exported: tuple[str, ...] = ()
+    """Names of what else the script has set."""
     is_certain: bool = True
     """Whether the script runs it in any case, as far as memlab can tell."""
 
@@ -572,7 +574,7 @@ class _Reader(Builtins):
     def _start(self, words: list[tuple[str, int]], environment: dict[str, str]) -> bool | None:
         """Runs the command after ``env``, ``exec`` and the like."""
         starter, start, environment = "", 0, dict(environment)
-        starters = set[str]()
+        starters, hidden = set[str](), set[str]()
         while start < len(words):
             text = words[start][0]
             if text in _STARTING and text not in self.functions:
@@ -584,11 +586,19 @@ class _Reader(Builtins):
                 break
             elif starter == "command" and text in ("-v", "-V"):
                 return None  # asks whether there is such a command
+            if starter == "env" and text in ("-u", "--unset", "-i", "-"):
+                hidden |= self.exported if text[1:] in ("i", "") else {name for name, _ in words[start + 1 : start + 2]}
             start += 2 if starter and text in ("-u", "--unset", "-C", "--chdir", "-a") else 1
         words = words[start:]
         if not words:
             return self._coded(_status_of(self.printed_code or "0"), self.printed_code or "0")
-        status = self._execute(words, environment, may_call=not starters)
+        exported = self.exported
+        if hidden:
+            self.exported = exported - hidden
+        try:
+            status = self._execute(words, environment, may_call=not starters)
+        finally:
+            self.exported = exported
         if "exec" in starters:
             raise _LeaveError("exit", status, code=self.code)
         return status
@@ -641,9 +651,18 @@ class _Reader(Builtins):
         if not is_job and name in (UNKNOWN, UNKNOWN_WORDS) and arguments and _ARGUMENT.fullmatch(arguments[0]):
             self._lacks_program(words[0][1])
         if is_job or any(text[:1] == "-" or "=" in text for text in arguments):
-            given = {name: text for name, text in self.given.items() if name in self.used}
             own = {n: one.value for n, one in self.variables.items() if n not in self.given and n not in _INNER}
-            command.variables = {n: text for n, text in own.items() if isinstance(text, str)} | given | environment
+            texts = {name: text for name, text in own.items() if isinstance(text, str)}
+            command.not_exported = tuple(name for name in texts if name not in self.exported)
+            given = {name: text for name, text in self.given.items() if name in self.used}
+            exported = {name: text for name, text in texts.items() if name in self.exported}
+            command.variables = exported | given | environment
+            for name in filter(_READ_BY_TORCH.fullmatch, command.not_exported if is_job else ()):
+                if name not in environment:
+                    self.warn(
+                        f"the script sets {name} and does not export it, so the job runs without it, unless the "
+                        f"machine has exported it before: write export {name}"
+                    )
             self.snapshots += len(command.variables)
             if self.snapshots > _MOST_SNAPSHOTS:
                 raise ValueError(f"{self.path.name} has more commands and variables than any real script: {_INSTEAD}")
@@ -696,6 +715,7 @@ class _Reader(Builtins):
         hidden = {name: self.variables.get(name) for name in environment}
         for name, text in environment.items():
             self.put(name, Variable(text))
+            self.exported.add(name)
         try:
             yield
         finally:
@@ -934,6 +954,8 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
 }
 _INNER = {"IFS", "OPTIND"}
 """Variables that the shell itself sets, and that no program reads."""
+_READ_BY_TORCH = re.compile(r"(PYTORCH|NVTE|NCCL)_\w+")
+"""Variables that torch, Transformer Engine or NCCL reads, and that are of no use in the script itself."""
 _CODES = {True: "0", False: "1", None: UNKNOWN}
 
 

@@ -189,6 +189,8 @@ class Variables:
         self.given, self.path, self.script = given, path, path
         self.variables: dict[str, Variable] = {name: Variable(text) for name, text in given.items()}
         self.variables |= {"IFS": Variable(_SPACE), "OPTIND": Variable("1")}
+        self.exported: set[str] = set()
+        """What the script exports at some place; bash hands no other of its variables to a program."""
         self.used: set[str] = set()
         """Given variables that the script reads or sets."""
         self.arguments = arguments
@@ -267,6 +269,8 @@ class Variables:
         if name and name not in _CHANGING:
             self.record(name)
             self.variables[name] = variable
+            if "allexport" in self.options:
+                self.exported.add(name)
 
     def set(self, name: str, value: Value | None) -> None:
         """Gives a variable another value, as its attributes say; None unsets it."""
