@@ -74,7 +74,7 @@ def further_steps_of(scenario: Scenario) -> int:
 
     Under FSDP2 the blocks that a step leaves are others than those that it found, since gathers and reductions have
     streams of their own. With a limit, the third or a later step of half of 20 jobs on an H200 was the first to fail,
-    with up to 18 % more than two steps need (``labs/results/h200_plain_fsdp2_limits.jsonl``, five steps each). Repeated
+    with up to 16 % more than two steps need (``labs/results/h200_plain_fsdp2_limits.jsonl``, five steps each). Repeated
     requests of the second step have the limits of real further steps. The limits of Megatron's jobs are of two steps.
     """
     return _FURTHER_STEPS_OF_FSDP2 if scenario.engine == "fsdp2" else 0
