@@ -43,7 +43,7 @@ router: of five random routings, three were predicted to need 8 % more than the 
 recompute 0.04 % more at most (``labs/results/h200x4_plain_megatron.jsonl``)."""
 
 MARGIN_OF_FSDP2 = Margin(0.015, "on H200s, steps under FSDP2")
-"""Of 30 limits without stages the largest is 1.42 % above the predicted one (Qwen2.5 7B with two tensor parallel ranks),
+"""Of 30 limits without stages the largest is 1.42 % above the predicted one (Qwen2.5 7B, tensor parallelism of two),
 the next 1.0 % (CPU offload) and 0.6 % (``labs/results/h200_plain_fsdp2_limits.jsonl``). Of FSDP1 no limit was measured:
 it has the same, on top of what blocks add that wait for other streams."""
 MARGIN_WITH_STAGES_OF_FSDP2 = Margin(0.093, "on H200s, stages of pipelines under FSDP2")

@@ -21,8 +21,10 @@ ROWS = {(row["name"], row["steps"]): row for row in map(json.loads, FILE.read_te
 @pytest.mark.parametrize(
     "name",
     [
-        "model=mistral-7b-v0.3 num_layers=8 seq_length=4096 num_ranks=8 one_process fp32_sharded_params "
-        "adam_implementation=fused",
+        pytest.param(
+            "model=mistral-7b-v0.3 num_layers=8 seq_length=4096 num_ranks=8 one_process fp32_sharded_params "
+            "adam_implementation=fused"
+        ),
         pytest.param("model=phi-4 num_layers=8", marks=pytest.mark.slow),  # two steps need 9 % less than three
         pytest.param(
             "model=llama-3.1-8b num_layers=8 seq_length=8192 num_ranks=8 checkpointing one_process fp32_sharded_params",
