@@ -19,6 +19,7 @@ import re
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ class PipelineJob(Job):
     """The rank that is taken of a job with the ``fake`` process group."""
     schedule_runs: int = 1
     return_outputs: bool = True
+
+    @property
+    def layers_of_parts(self) -> list[int]:
+        """How many layers each part of the model has, in its order: the first ones have one more, as with Automodel."""
+        each, more = divmod(self.num_layers, parts := self.stages * self.chunks)
+        return [each + (number < more) for number in range(parts)]
 
     @property
     def num_processes(self) -> int:
@@ -71,6 +78,9 @@ def jobs() -> list[PipelineJob]:
         replace(mistral, chunks=2, micro_batch_size=2, adam_implementation="fused"),
         replace(qwen, return_outputs=False, num_microbatches=6, checkpointing=True),
         replace(llama, chunks=2, lora_rank=16, seq_length=4096),
+        replace(llama, num_layers=7),
+        replace(qwen, num_layers=7, chunks=2, seq_length=4096, checkpointing=True),
+        replace(mistral, num_layers=5, chunks=2, fp32_sharded_params=True),
     ]
     eight = [
         replace(llama, num_ranks=8, seq_length=4096),
@@ -96,11 +106,13 @@ def stages_of(job: PipelineJob, rank: int, *, on_gpu: bool) -> list[Any]:
         param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16 if job.grad_reduce_in_bf16 else torch.float32
     )
     num_stages, stage, found = job.stages * job.chunks, rank // (job.num_ranks // job.stages), []
-    of_stage = job.num_layers // num_stages
+    ends = [*accumulate(job.layers_of_parts)]
     for number in range(stage, num_stages, job.stages):
         model = model_of(job, on_gpu=on_gpu)
         is_first, is_last = number == 0, number == num_stages - 1
-        model.model.layers = nn.ModuleList(model.model.layers[number * of_stage : (number + 1) * of_stage])
+        model.model.layers = nn.ModuleList(
+            model.model.layers[ends[number] - job.layers_of_parts[number] : ends[number]]
+        )
         if not is_first:
             model.model.embed_tokens = None
         if not is_last:
@@ -237,6 +249,7 @@ def layout_of(job: PipelineJob, rank: int) -> Any:
         data_parallel_size=job.num_ranks // job.stages,
         pipeline_model_parallel_size=job.stages,
         virtual_pipeline_model_parallel_size=job.chunks,
+        pipeline_model_parallel_layout=f"E{'|'.join('t' * number for number in job.layers_of_parts)}L",
         rank=rank,
     )
 

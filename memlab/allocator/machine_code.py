@@ -1,8 +1,8 @@
 """The machine code of the compiled allocator: numba makes it once, and later LLVM alone loads it.
 
 numba has a cache too, but to read it takes all of numba: 0.35 s and 120 MB. LLVM takes 0.04 s. The code is kept beside
-this file, or in the user's cache directory if that is read-only. Its name has a digest of the rules, of the versions of
-numba and LLVM, and of the processor.
+this file, or in the user's cache directory if that is read-only. Its name has a digest of the rules and of the versions
+of numba and LLVM. It runs on every processor of the architecture, as a machine in a cloud changes its own.
 """
 
 from __future__ import annotations
@@ -43,38 +43,37 @@ def serve(*, compiles: bool) -> Any:
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    processor = llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     content = b"".join((_HERE / name).read_bytes() for name in _SOURCES)
-    made_with = version("numba"), llvmlite.__version__, llvm.get_default_triple(), processor
+    made_with = version("numba"), llvmlite.__version__, llvm.get_default_triple()
     name = sha256(content + repr(made_with).encode()).hexdigest()
     code = _kept(f"allocator.{name[:20]}.o")
     if code is None:
         if not compiles:
-            raise LookupError("no machine code is kept for this processor")
-        code = _compiled(processor)
+            raise LookupError("no machine code is kept")
+        code = _compiled()
         _keep(f"allocator.{name[:20]}.o", code)
     symbol, _, content = code.partition(b"\n")
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine(processor))
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
     engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(content))
     engine.finalize_object()
     _engines.append(engine)
     return PYFUNCTYPE(c_int32, c_int64, c_int64, c_int64)(engine.get_function_address(symbol.decode()))
 
 
-def _compiled(processor: tuple[str, str]) -> bytes:
+def _compiled() -> bytes:
     """Returns the name of the function in the object file, a line break, and the object file."""
     from memlab.allocator.kernels import assembly
 
     symbol, text = assembly()
-    content: bytes = _target_machine(processor).emit_object(llvm.parse_assembly(text))
+    content: bytes = _target_machine().emit_object(llvm.parse_assembly(text))
     return symbol.encode() + b"\n" + content
 
 
-def _target_machine(processor: tuple[str, str]) -> Any:
-    """Returns what numba compiles for (numba 0.68.1, ``JITCPUCodegen`` in numba/core/codegen.py)."""
-    target, (name, features) = llvm.Target.from_default_triple(), processor
+def _target_machine() -> Any:
+    """Returns what numba compiles for (numba 0.68.1, ``JITCPUCodegen`` in numba/core/codegen.py), on any processor."""
+    target = llvm.Target.from_default_triple()
     reloc = "static" if target.name.startswith("x86") else "default"
-    return target.create_target_machine(name, features, opt=3, reloc=reloc, codemodel="jitdefault")
+    return target.create_target_machine("generic", "", opt=3, reloc=reloc, codemodel="jitdefault")
 
 
 def _kept(name: str) -> bytes | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
-from memlab.config.architectures import Architecture
+from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.families import FAMILIES, families_with
 from memlab.config.layout import Layout
 from memlab.config.lora import LINEARS, NAMES_OF_TRANSFORMERS, LoRA
@@ -13,6 +13,7 @@ from memlab.config.routing import Routing
 from memlab.config.training_state import AttnImplementation, TrainingState
 from memlab.config.transformers_linears import adapted_linears
 from memlab.config.validation import RuleError, refuse_beside, shortened
+from memlab.config.vision import VISION_TOWERS, VisionTower
 
 _OTHER_CLASSES = "choose transformers, or leave {} out"
 
@@ -33,6 +34,12 @@ class Fsdp2Rules:
     layout: Layout
     routing: Routing
     state: TrainingState
+
+    @property
+    def vision_tower(self) -> VisionTower | None:
+        """The tower beside the language model; None without one."""
+        name = self.state.vision_tower
+        return None if name is None else VISION_TOWERS[name]
 
     @property
     def attention_of_transformers(self) -> AttnImplementation:
@@ -87,6 +94,7 @@ class Fsdp2Rules:
         self._check_stages()
         if self.layout.tensor_model_parallel_size > 1:
             self._check_divided_model()
+        self._check_vision_tower()
         if self.state.adam_implementation == "te_fused" and self.state.fsdp_cpu_offload:
             raise RuleError(
                 "adam_implementation is 'te_fused' with fsdp_cpu_offload, must be another, since Transformer Engine's "
@@ -108,6 +116,53 @@ class Fsdp2Rules:
                 "shards, by a rule of torch's fully_shard: choose another, or leave it out",
                 *("reshard_after_forward_ranks", "dp_replicate_size", "data_parallel_size"),
             )
+
+    def _check_vision_tower(self) -> None:
+        tower, state, model, layout = self.vision_tower, self.state, self.architecture, self.layout
+        if tower is None:
+            return
+        given, images = f"vision_tower is {state.vision_tower!r}", state.images_per_sequence
+        if (model.hidden_size, model.family) != (tower.width, ARCHITECTURES[tower.language_model].family):
+            raise RuleError(
+                f"{given} with {model.name}, must be beside {tower.language_model}, whose width and layers it is made "
+                "for: choose it, or leave vision_tower out",
+                *("vision_tower", "architecture"),
+            )
+        if images is None:
+            raise RuleError(
+                f"{given} and images_per_sequence is not given, which the data decides: give the number of images of "
+                "the samples with the most",
+                *("images_per_sequence", "vision_tower"),
+            )
+        patches = state.patches_per_image
+        if (patches is None) is (tower.patches_of_image is None) or (patches or 0) % tower.patches_of_token:
+            rule = "be left out, since this tower scales each image to one size"
+            if tower.patches_of_image is None:
+                rule = f"be given, a multiple of {tower.patches_of_token}: the data decides the size of images"
+            raise RuleError(
+                f"patches_per_image is {patches} with {given}, must {rule}: correct it",
+                *("patches_per_image", "vision_tower"),
+            )
+        tokens = images * (tower.tokens_of_image(patches) + 1)
+        if tokens > self.seq_length:
+            raise RuleError(
+                f"images_per_sequence is {images}, whose {tokens} tokens, with one behind each, must fit into the "
+                f"{self.seq_length} of a sequence: choose fewer images, or a longer seq_length",
+                *("images_per_sequence", "seq_length"),
+            )
+        sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+        loss = state.loss_of_transformers
+        others = (
+            *((name, getattr(layout, name), getattr(layout, name) > 1) for name in sizes),
+            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
+            ("fsdp_version", 1, state.fsdp_version == 1),
+            ("fsdp_cpu_offload", True, state.fsdp_cpu_offload),
+            ("dtype", self.dtype, self.dtype != "bf16"),
+            ("model_classes", state.model_classes, state.model_classes != "transformers"),
+            ("attn_implementation", state.attn_implementation, state.attn_implementation == "flash_attention_2"),
+            ("loss_of_transformers", loss, loss not in ("cross_entropy", "masked_cross_entropy")),
+        )
+        refuse_beside(f"{given} with", "vision_tower", others, "leave {} out, or vision_tower")
 
     def _check_version_1(self) -> None:
         state, layout = self.state, self.layout

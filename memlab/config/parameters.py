@@ -19,7 +19,7 @@ class Parameters(NamedTuple):
     layers: int
     """In layers, without experts."""
     vocabulary: int
-    """Of the embeddings of tokens and positions, of the output layer, and of the norm before it."""
+    """Of the embeddings of tokens and positions, of the output layer, and of the norm before it; of a vision tower."""
     experts: int
 
     @property
@@ -49,6 +49,8 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
     vocabulary += has_output * (num_labels or 0) * model.hidden_size
     vocabulary += has_embedding * model.num_parameters_of_positions + has_norm * model.num_parameters_of_final_norm
+    if (tower := scenario.vision_tower) is not None:
+        vocabulary += tower.num_parameters + tower.num_parameters_of_projector
     layers, words = (-(-count // scenario.ranks_of_shards) for count in (outside, vocabulary))
     return Parameters(layers, words, -(-inside // scenario.ranks_of_expert_shards))
 
@@ -57,7 +59,10 @@ def trained_of_rank(scenario: Scenario) -> Parameters:
     """Counts the rank's parameters that are trained: those of adapters and a head, where there are adapters."""
     layout = scenario.layout
     if scenario.state.lora is None:
-        counts = parameters_of_rank(scenario)
+        counts, tower = parameters_of_rank(scenario), scenario.vision_tower
+        if tower is not None and scenario.state.freeze_vision_tower:
+            shared = tower.num_parameters // scenario.ranks_of_shards
+            counts = counts._replace(vocabulary=counts.vocabulary - shared)
         routers = sum(
             count * layout.elements_of(weight)
             for weight, count in scenario.architecture.weights_of(scenario.layers_of_rank).items()
@@ -96,9 +101,10 @@ def kept_bytes(scenario: Scenario) -> KeptBytes:
     if scenario.engine == "fsdp2":
         if scenario.state.fsdp_cpu_offload:
             return KeptBytes(0, 0, 0)
-        shards = bytes_of_trained_shard(scenario) * sum(trained_of_rank(scenario))
-        is_whole = scenario.state.lora is None
-        frozen = 0 if is_whole else bytes_of_shard(scenario) * sum(parameters_of_rank(scenario))
+        num_trained = sum(trained_of_rank(scenario))
+        shards = bytes_of_trained_shard(scenario) * num_trained
+        others = sum(parameters_of_rank(scenario)) - (num_trained if scenario.state.lora is None else 0)
+        frozen = bytes_of_shard(scenario) * others
         return KeptBytes(frozen + shards, shards, bytes_of_state(scenario) * sum(trained_of_rank(scenario)))
     counts, trained, state = parameters_of_rank(scenario), trained_of_rank(scenario), scenario.state
     of_parameter = 2 if scenario.dtype == "bf16" else 4

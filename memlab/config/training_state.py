@@ -17,6 +17,7 @@ from memlab.config.from_json import build
 from memlab.config.lora import OUTPUT_LAYER, LoRA
 from memlab.config.option import Option, Rebuilt, check_options, checked_modules, option, options_of
 from memlab.config.validation import RuleError, shortened
+from memlab.config.vision import VisionTowerName
 
 MainGradsDtype = Literal["fp32", "bf16"]
 MainParamsDtype = Literal["fp32", "fp16"]
@@ -754,6 +755,44 @@ class TrainingState:
         rebuilds="model",
         **_LOOP_OF_FSDP2,
     )
+    vision_tower: VisionTowerName | None = option(
+        None,
+        "vision tower of transformers' model beside the language model, with its projector: that of Gemma 3 4B, of "
+        "Qwen3-VL 4B or 8B, or a tiny one (default: no tower)",
+        rebuilds="model",
+        **_LOOP_OF_FSDP2,
+    )
+    """`memlab.config.vision` has them: models of NeMo Automodel's recipes whose classes are transformers'."""
+    images_per_sequence: int | None = option(
+        None,
+        "number of images in each sequence, which the data decides and no default could: give that of the samples with "
+        "the most",
+        rebuilds="model",
+        needs="vision_tower",
+        shown_for_none=0,
+        at_most=2**16,
+        **_LOOP_OF_FSDP2,
+    )
+    patches_per_image: int | None = option(
+        None,
+        "number of patches of each image, before several become one token, of towers that take images of any size: "
+        "give that of the largest images",
+        rebuilds="model",
+        needs="vision_tower",
+        shown_for_none=0,
+        at_most=2**24,
+        **_LOOP_OF_FSDP2,
+    )
+    """Gemma 3 scales each image to 4,096 patches."""
+    freeze_vision_tower: bool = option(
+        False,
+        "train the language model and the projector, and not the tower, whose parameters FSDP2 then shards with those "
+        "outside the layers",
+        rebuilds="model",
+        needs="vision_tower",
+        **_LOOP_OF_FSDP2,
+    )
+    """``freeze_config.freeze_vision_tower`` of NeMo Automodel, where it is the default of that section."""
     attn_implementation: AttnImplementation = option(
         "sdpa",
         "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from memlab.config.architectures import ARCHITECTURES, Architecture
+from memlab.config.architectures import ARCHITECTURES, Architecture, published_architecture
 from memlab.config.lora import LINEARS
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import MOST_LAYERS
 from memlab.jobs.frameworks.framework import NotModelled
+from memlab.jobs.frameworks.fsdp2 import TYPES_OF_FUSED_ADAM
 from memlab.jobs.job import Job
-from memlab.jobs.other_models import OtherModel
+from memlab.jobs.other_models import OtherModel, shown_fields
 
 _KINDS = {"llama-3.1-8b": 4, "qwen2.5-14b": 3, "qwen3-235b-a22b": 5, "deepseek-v3": 6}
 """Models of different kinds and sizes, with the layers that each chunk of the pipeline gets of them: what a job has
@@ -37,7 +38,7 @@ class OfAnyModel:
     model: dict[str, Any]
     """What is known of the job's own model: its name, what memlab lacks of it, its fields and their source."""
     is_own: bool
-    """Whether memlab read the job with its own model, and only lacks the type in which it computes."""
+    """Whether memlab read the job with its own model, and only lacks the type in which it computes, or its engine."""
     values: dict[str, dict[str, Any]]
     """Fields of the layout, the workload, the training state, the allocator, the settings and the rollout."""
     depends_on_model: tuple[str, ...]
@@ -81,7 +82,7 @@ def of_any_model(job: Job, read: Callable[[Architecture | None], Job]) -> OfAnyM
     if job.scenario is not None or job.cannot_start is not None:
         return None
     given = {one.field: one.memlab_value for one in job.taken}
-    jobs = [read(None)] if job.precision else []
+    jobs = [read(None)] if job.precision or job.has_own_engine else []
     is_own = any(one.scenario is not None for one in jobs)
     if not is_own:
         jobs = [read(model) for model in _stand_ins(job.model, given)]
@@ -113,6 +114,9 @@ def _compared(job: Job, jobs: list[Job], said: dict[str, Any], *, is_own: bool) 
     experts = said.get("expert_model_parallel_size") or 1
     if values.get("layout", {}).get("expert_model_parallel_size", experts) != experts:
         values["layout"]["expert_model_parallel_size"] = experts  # dense models took the place of the job's
+    for name in TYPES_OF_FUSED_ADAM:  # models in place of the job's are read with torch's Adam
+        if name in values.get("state", {}):
+            values["state"][name] = said.get(name, values["state"][name])
     questions = [] if started else [one for one in _common(one.questions for one in jobs) if one != job.not_supported]
     rules = {one.cannot_start for one in jobs}
     cannot_start = rules.pop() if len(rules) == 1 else None
@@ -148,12 +152,17 @@ def _is_of_job(warning: str) -> bool:
 
 def _fields_of(job: Job) -> dict[str, Any]:
     """Returns what is known of the job's own model, with its name and the source of the rest."""
-    model = job.model
-    if model is None:
-        return {}
     layers = [one.memlab_value for one in job.taken if one.field == "num_layers" and one.memlab_value is not None]
-    fields = model.all_fields() | ({"num_layers": layers[-1]} if layers else {})
-    return {"name": model.name, "lacks": model.lacks, "source": model.source, "fields": fields}
+    depth = {"num_layers": layers[-1]} if layers else {}
+    model = job.model
+    if model is not None:
+        return {"name": model.name, "lacks": model.lacks, "source": model.source, "fields": model.all_fields() | depth}
+    names = [str(one.memlab_value) for one in job.taken if one.field == "architecture"]
+    known = published_architecture(names[-1]) if names else None
+    if known is None:
+        return {}
+    fields = shown_fields(known) | depth
+    return {"name": known.name, "lacks": "", "source": "memlab's models", "fields": fields}
 
 
 def _stand_ins(model: OtherModel | None, given: dict[str, Any]) -> list[Architecture]:

@@ -19,9 +19,10 @@ from memlab.jobs.yaml_tree import flat, read_yaml
 
 _FLAG = re.compile(r"--([A-Za-z][A-Za-z0-9_.-]*)(?:=(.*))?", re.DOTALL)
 _OVERRIDE = re.compile(
-    r"[+]{0,2}([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)+|[a-z_]+|[a-z_/]+@[A-Za-z_][\w.]*)=(.*)", re.DOTALL
+    r"[+]{0,2}([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)+|[a-z_]+|[a-z_/]+@[A-Za-z_][\w.]*)=(?!=)(.*)", re.DOTALL
 )
-"""The last kind chooses a file of Hydra for a group and a place in the tree, as in ``actor@policy.actor=small``."""
+"""The last kind chooses a file of Hydra for a group and a place in the tree, as in ``actor@policy.actor=small``. A word
+such as ``transformers==5.4.0`` is a package that a launcher installs."""
 _TIGHT_COLON = re.compile(r"([{,]\s*[\w.]+):(?=\S)")
 """Hydra takes ``{a:1}`` as a mapping, YAML only ``{a: 1}``."""
 _DELETION = re.compile(r"~([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)*)(=.*)?", re.DOTALL)
@@ -114,7 +115,8 @@ def add_override(entries: Entries, key: str, text: str, line: int | None) -> Non
     for parent in parents_of(key)[1:]:  # the first may be the choice of a group, such as engine=megatron
         if parent in entries.by_key and not is_interpolation(entries.by_key[parent].value):
             del entries.by_key[parent]
-    if UNKNOWN in text or not re.fullmatch(r"\{.*\}", text.strip(), re.DOTALL):
+    is_escaped = "\\" in text  # which Hydra's grammar has, and YAML does not: a text as a whole
+    if UNKNOWN in text or is_escaped or not re.fullmatch(r"\{.*\}", text.strip(), re.DOTALL):
         entries.remove(key)
         entries.add(key, text if UNKNOWN in text else parse_value(text), line)
         return

@@ -28,6 +28,7 @@ from memlab.jobs.model_args import file_of_a_launcher, is_started_by_a_launcher,
 from memlab.jobs.recipe_command import read_recipe
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
+from memlab.jobs.skypilot import is_task, script_of
 from memlab.jobs.slime_file import FILES, values_of
 from memlab.jobs.slurm import take_ranks
 from memlab.jobs.swift_file import arguments_of, is_argument_file, is_preference_learning, named_file
@@ -92,13 +93,14 @@ def _read_text(
         raise NoJobError(f"{path.name} has more than 2 MiB and no block of arguments{where}: {_ACTION}")
     if path.suffix == ".json" or text.lstrip()[:1] == "{":
         return _json_format(text, path, format_name, variables)
-    if path.suffix in (".yaml", ".yml"):
-        return _yaml_format(read_yaml(text, path.name), path, format_name, variables)
+    root = read_yaml(text, path.name) if path.suffix in (".yaml", ".yml") else None
+    if root is not None and not is_task(root):
+        return _yaml_format(root, path, format_name, variables)
     if path.suffix in (".py", ".ipynb"):
         raise NoJobError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
         return _toml_format(text, path, format_name)
-    script = read_script(text, path, variables, arguments=arguments, is_job=is_job)
+    script = read_script(text if root is None else script_of(root), path, variables, arguments=arguments, is_job=is_job)
     found, entries = _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
         take_ranks(text, entries)
@@ -201,6 +203,8 @@ def _yaml_format(root: Node, path: Path, format_name: str | None, variables: dic
     _collapse_targets(entries)
     found = framework_of_keys((*entries.by_key, *root.value))
     if format_name is None and found is None:
+        if {"eval", "generation"} <= {key.partition(".")[0] for key in entries.by_key}:
+            raise NoJobError(f"{path.name} evaluates a model by NeMo-RL, and trains none: {_ACTION} of a training")
         raise NoJobError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
     return format_name or found or "", entries
 

@@ -34,7 +34,7 @@ from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotMod
 from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
 from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named, table_of
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
-from memlab.jobs.other_models import OtherModel, of_config, of_sizes, other_model
+from memlab.jobs.other_models import OtherModel, of_config, of_sizes, other_model, shown_fields
 
 _OF_EXPERTS = {name for name in (*SAID_OF_LAYERS, *options_of(TrainingState)) if "moe_" in name}
 """Fields that concern experts only, and that a job may give a model of any name."""
@@ -71,6 +71,8 @@ class Job:
     """What is known of the model of a job that memlab cannot predict."""
     precision: str = ""
     """Why memlab does not have the type in which the job computes."""
+    has_own_engine: bool = False
+    """Whether memlab does not have the engine that trains, and has its fields."""
     at_least: dict[str, int] = None  # type: ignore[assignment]  # always given by `read`
     """Bytes by category that the rank that keeps the most has at least while the optimizer updates it, where memlab
     refuses a job of FSDP2 and knows its model; empty where it has a prediction, or knows of none."""
@@ -111,8 +113,8 @@ class Job:
             architecture: Replaces the job's own; None takes what the file says.
             world_size: Ranks of the job; None takes what the file says.
             arguments: What a script is started with, its ``$1`` and so on; None if that is not known.
-            fields_only: Reads a job that computes in a type that memlab lacks as one in bf16: the fields of the
-                result are the job's, and its memory is not.
+            fields_only: Reads a job that computes in a type that memlab lacks as one in bf16, and one of an engine
+                that it lacks as one of its own: the fields of the result are the job's, and its memory is not.
 
         Raises:
             ValueError: If memlab cannot understand the file; the message names the line where it is known.
@@ -269,8 +271,9 @@ def _built(
     as_read: dict[str, Any] = {}
     model = _other_model(reading) if architecture is None else None
     precisions = [] if fields_only else reading.blocked["precision"]
+    engines = [] if fields_only else reading.blocked["engine"]
     try:
-        lacking = [*reading.blocked["job"], *precisions]
+        lacking = [*reading.blocked["job"], *engines, *precisions]
         found = with_layer_pattern(reading, _architecture(reading, architecture, lacking, model, framework))
         _drop_experts(reading, found, is_own=architecture is None)
         framework.complete_of_model(reading, found)
@@ -301,7 +304,7 @@ def _built(
         framework.complete_refused(reading)
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
-    as_read = dict(reading.values) if cannot_start is None and scenario is None else {}
+    as_read = _as_read(reading) if cannot_start is None and scenario is None else {}
     refuses = cannot_start is None and not_supported is not None and not reading.questions
     _note_accelerator(reading)
     _drop_engine(reading)
@@ -336,6 +339,7 @@ def _built(
         as_read=as_read,
         model=model if scenario is None else None,
         precision="; ".join(precisions),
+        has_own_engine=bool(engines),
         at_least=_least_kept(reading, architecture) if refuses else {},
         guesses=tuple(dict.fromkeys([*reading.guessed, *reading.assumed, *_what_sets(reading.unread)])),
         questions=tuple(dict.fromkeys(reading.questions)),
@@ -345,6 +349,15 @@ def _built(
         causes=tuple(dict.fromkeys(reading.entries.causes)),
         warnings=tuple(dict.fromkeys(reading.warnings)),
     )
+
+
+def _as_read(reading: Reading) -> dict[str, Any]:
+    """Returns the values of a job that memlab cannot predict, with its model's sizes and what it does between steps."""
+    name = reading.values.get("architecture")
+    model = None if name is None else published_architecture(str(name))
+    phases = {} if reading.rollout is None else reading.rollout.to_dict()
+    phases = {f"rollout_{name}" if name in reading.values else name: value for name, value in phases.items()}
+    return ({} if model is None else shown_fields(model)) | phases | dict(reading.values)
 
 
 def _note_missing_sizes(reading: Reading, framework: Framework, scenario: Scenario) -> None:

@@ -99,14 +99,24 @@ class OtherModel:
         model = self.predicted()
         if model is None:
             return self.fields
-        return {name: getattr(model, name) for name in _SHOWN if getattr(model, name) not in (None, False, 0, 0.0)}
+        return shown_fields(model)
 
 
-_SHOWN = (
+SHOWN = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels"),
     *("vocab_size", "share_embeddings_and_output_weights", "qk_layernorm", "add_qkv_bias", "rotary_base"),
     *("num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
 )
+
+
+def shown_fields(model: Architecture) -> dict[str, Any]:
+    """Returns the sizes of a model that memlab has, and what its layers have; of what is off, whether it is tied."""
+    tied = "share_embeddings_and_output_weights"
+    return {
+        name: getattr(model, name)
+        for name in SHOWN
+        if name == tied or getattr(model, name) not in (None, False, 0, 0.0)
+    }
 
 
 def other_model(name: str) -> OtherModel | None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from memlab.allocator.request_log import RequestLog
@@ -30,6 +31,7 @@ from memlab.lab.worker import Worker
 from memlab.record.state_change import StateChange
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import Action, Transfer
+from memlab.replay.passes import NotReplayableError
 
 _Result = TypeVar("_Result")
 
@@ -63,6 +65,8 @@ class OneProcess:
         """Whether the last step was taken in the block of a tap, and may have left other bytes than others leave."""
         self._is_next_misled = False
         """Whether a forward-only pass has added groups to the offload manager: the next step may offload other ones."""
+        self._past: list[Callable[[], StepRecord]] | None = []
+        """The steps since the model was built; None if it has done anything else."""
         self._stop = threading.Event()
 
     @property
@@ -93,7 +97,7 @@ class OneProcess:
             meter.device_memory_bytes = num_bytes
 
         # A job on a device of that size would have allocated its optimizer state within it: warm up again.
-        self.run_exclusive(set_limit, disturbs=num_bytes != meter.device_memory_bytes)
+        self.run_exclusive(set_limit, disturbs=num_bytes != meter.device_memory_bytes, sets=True)
 
     @property
     def pinned_host_memory(self) -> bool:
@@ -105,7 +109,7 @@ class OneProcess:
         def set_pinned() -> None:
             self.model.pinned_host_memory = pinned
 
-        self.run_exclusive(set_pinned)
+        self.run_exclusive(set_pinned, sets=True)
 
     def build(self) -> None:
         self.worker.submit(self.model.build).result()
@@ -124,8 +128,13 @@ class OneProcess:
         """
         return self._is_steady and (self.model.is_tapped or not self._follows_tapped_step)
 
-    def run_exclusive(self, job: Callable[[], _Result], *, disturbs: bool = False) -> _Result:
+    def run_exclusive(self, job: Callable[[], _Result], *, disturbs: bool = False, sets: bool = False) -> _Result:
         """Runs a job on the worker and waits for it; a job that disturbs makes the next step take a warm-up first.
+
+        Args:
+            job: The job.
+            disturbs: As above.
+            sets: Whether it only sets what a model keeps that starts over.
 
         Raises:
             ValueError: If the lab is busy or closed.
@@ -133,6 +142,8 @@ class OneProcess:
 
         def run() -> _Result:
             self._is_steady = self._is_steady and not disturbs
+            if self._past or not sets:
+                self._past = None
             return job()
 
         return self.worker.run_exclusive(run)
@@ -141,7 +152,7 @@ class OneProcess:
         """Runs a job that undoes something, after the running step if there is one; a closed lab needs none."""
 
         def run() -> None:
-            self._is_steady = self._is_steady and not disturbs
+            self._is_steady, self._past = self._is_steady and not disturbs, None
             job()
 
         if not self.worker.closed:
@@ -150,7 +161,7 @@ class OneProcess:
     def apply(self, settings: MemorySettings) -> None:
         check_kind("settings", settings, MemorySettings)
         self.check(StepRequest(settings=settings))
-        self.run_exclusive(lambda: self.model.apply(settings), disturbs=True)
+        self.run_exclusive(lambda: self.model.apply(settings), disturbs=True, sets=True)
 
     def logging_requests(self) -> AbstractContextManager[RequestLog | None]:
         """Returns a context that logs the requests to a simulated allocator; on other backends, its value is None."""
@@ -158,10 +169,17 @@ class OneProcess:
 
     def start_over(self) -> bool:
         """Makes a simulated model as it was when it was built, if that is possible (`Lab.start_over`)."""
-        return self.run_exclusive(self.model.start_over, disturbs=True)
+
+        def start_over() -> bool:
+            is_done = self.model.start_over()
+            self._past = [] if is_done else None
+            return is_done
+
+        return self.run_exclusive(start_over, disturbs=True)
 
     def set_workload(self, scenario: Scenario) -> None:
-        self.run_exclusive(lambda: self.model.set_workload(scenario), disturbs=scenario != self.model.scenario)
+        disturbs = scenario != self.model.scenario
+        self.run_exclusive(lambda: self.model.set_workload(scenario), disturbs=disturbs, sets=True)
 
     def set_state(self, state: TrainingState, settings: MemorySettings | None) -> StateChange:
         check_kind("state", state, TrainingState)
@@ -231,7 +249,7 @@ class OneProcess:
         rebuilt = self.model.backend.kind.rebuilt_by(self.model.scenario, state, allocator)
         if on_progress is not None and rebuilt != "nothing":
             on_progress(Progress(phase=f"rebuilding the {rebuilt}", module="", done=0, total=0))
-        self._is_steady = False
+        self._is_steady, self._past = False, None
         try:
             change = self._states.change(state, allocator, settings)
         except ModelLost:
@@ -247,6 +265,7 @@ class OneProcess:
 
     def _take_pass(self, settings: MemorySettings, request: PassRequest) -> StepRecord:
         scenario, warm_up, suspend_offload = request.scenario, request.warm_up, request.suspend_offload
+        self._past = None
         self._apply_if_changed(settings)
         is_other = scenario != self.model.scenario
         monitor = StepMonitor(self.model.labels, scenario, 2 if warm_up else 1, self._stops, None)
@@ -268,6 +287,38 @@ class OneProcess:
         return record
 
     def _take_step(self, settings: MemorySettings, warm_up: bool, on_progress: OnProgress | None) -> StepRecord:
+        past, self._past = self._past, None
+        take = partial(self._steps, settings, warm_up)
+        try:
+            record = take(on_progress)
+        except NotReplayableError:
+            past = self._begin_again(past)
+            record = take(on_progress)
+        if past is not None and record.status != "interrupted" and not self.model.is_tapped:
+            self._past = [*past, take]
+        record = judge(record, self.records)
+        self.records.append(record)
+        return record
+
+    def _begin_again(self, past: list[Callable[[], StepRecord]] | None) -> list[Callable[[], StepRecord]] | None:
+        """Makes the model as it was before a step that could not be replayed, and stops replay.
+
+        It takes all steps again. If it has done anything else, what the last one has reserved stays reserved.
+
+        Returns:
+            The past of the model; None if it is not as it was.
+        """
+        starts_over = past is not None and self.model.start_over()
+        self._is_steady = False
+        self.model.replay.stop()
+        if past is None or not starts_over:
+            return None
+        for take in past:
+            take()
+        return past
+
+    def _steps(self, settings: MemorySettings, warm_up: bool, on_progress: OnProgress | None = None) -> StepRecord:
+        """Takes the steps of one request, and returns the record of the last one."""
         model, stepper = self.model, self.stepper
         is_collected = model.is_collected
         self._apply_if_changed(settings)
@@ -289,9 +340,7 @@ class OneProcess:
         self._is_steady = record.status == "ok"
         self._follows_tapped_step = model.is_tapped
         is_repeated &= self._is_steady and not model.is_tapped
-        record = judge(replace(record, is_steady=is_repeated), self.records)
-        self.records.append(record)
-        return record
+        return replace(record, is_steady=is_repeated)
 
 
 def _engine_of(scenario: Scenario) -> Callable[[Scenario, Place], Engine]:

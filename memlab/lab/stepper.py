@@ -55,6 +55,9 @@ class Stepper:
 
         Returns:
             The record of a step that finished, ran out of memory or was stopped. The model is usable after each.
+
+        Raises:
+            NotReplayableError: If it cannot go on as recorded. The model is usable, with each group where it was.
         """
         return self._records.make(*self._take(on_move, forward_only=forward_only, suspend_offload=suspend_offload))
 
@@ -92,14 +95,10 @@ class Stepper:
         except (torch.OutOfMemoryError, StepStopped) as error:
             measured |= self._records.ended_early(error, forward_only=forward_only)
             self._recover(error)
-        except NotReplayableError as error:
-            self._recover(error)
-            # The step begins again, with each group where it was.
-            transfers.put_on_host(on_host)
-            model.replay.stop()
-            return self._take(on_move, forward_only=forward_only, suspend_offload=suspend_offload)
         except BaseException as error:
             self._recover(error)
+            if isinstance(error, NotReplayableError):
+                transfers.put_on_host(on_host)
             raise
         finally:
             labels.on_move = None

@@ -213,7 +213,7 @@ class PassesOfStep:
         """Whether passes are replayed, and what they do is learned."""
         self.refills = False
         """Whether backward passes on a stage recompute MoE layers, and give their dispatchers new tensors."""
-        self.recomputes_block_of_moe = False
+        self.moe_follows_checkpoints = False
         """Whether MoE layers follow checkpoints: what their dispatchers refer to keeps random states of these."""
         self.num_microbatches = 1
         """How many forward passes of each layer the schedule makes."""
@@ -223,7 +223,9 @@ class PassesOfStep:
         """Begins a step."""
         self.replays, self.refills = plan.passes, self.is_moe_stage and plan.recomputes_moe
         is_full, method = live.config.recompute_granularity == "full", live.config.recompute_method
-        self.recomputes_block_of_moe = self.is_moe and is_full and method == "block"
+        has_dense = live.scenario.architecture.moe_layer_freq is not None
+        recomputes_dense = has_dense and not is_full and "mlp" in (live.config.recompute_modules or ())
+        self.moe_follows_checkpoints = self.is_moe and (recomputes_dense or (is_full and method == "block"))
         is_stage = live.scenario.layout.pipeline_model_parallel_size > 1
         state = live.scenario.state
         self.frees_masks = state.create_attention_mask_in_dataloader or (is_stage and state.create_attention_mask)

@@ -85,7 +85,7 @@ class Replayer:
     def _keeps_others(self, unit: Unit, known: Known) -> bool:
         """Whether what a unit's dispatchers refer to, before the pass or after it, keeps what other units have made."""
         # What the dispatchers of MoE layers that follow checkpoints refer to keeps random states of these.
-        return self.step.is_moe_stage or self.step.recomputes_block_of_moe or unit.keeps_states or known.keeps_states
+        return self.step.is_moe_stage or self.step.moe_follows_checkpoints or unit.keeps_states or known.keeps_states
 
     def forward(self, one: Pass, known: Known, given: torch.Tensor) -> torch.Tensor:
         """Replays a forward pass, and returns its output: the result of a node that replays its backward."""

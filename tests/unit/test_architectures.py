@@ -50,9 +50,12 @@ COUNTED_PARAMETERS = {
     "phi-3-mini-4k": 3_821_079_552,
     "seed-coder-8b": 8_250_462_208,
     "falcon3-7b": 7_455_550_464,
+    "gemma-2b": 2_506_172_416,
     "gemma-7b": 8_537_680_896,
     "gemma-2-9b": 9_241_705_984,
     "gemma-3-270m": 268_098_176,
+    "gemma-3-4b-text": 3_880_263_168,  # google/gemma-3-4b-it has 4,300,079,472 with tower and projector
+    "gemma-3-1b": 999_885_952,
     "granite-3.3-2b": 2_533_539_840,
     "olmo-2-1b": 1_484_916_736,
     "glm-4-9b": 9_399_951_360,

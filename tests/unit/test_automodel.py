@@ -186,7 +186,7 @@ def test_of_three_families_automodel_has_classes_of_its_own(
     [
         ("{distributed.dp_size: 8}", "both"),
         ("{peft.dim: 8}", "none"),
-        ("{freeze_config.freeze_embeddings: true}", "none"),
+        ("{freeze_config.freeze_embeddings: true}", "both"),
     ],
 )
 def test_the_release_shards_embeddings_that_it_trains_alone(changes: str, embeddings: str, tmp_path: Path) -> None:
@@ -426,6 +426,36 @@ def test_what_is_written_is_read_back(kind: str, settings: MemorySettings, tmp_p
     )
     first = written("automodel", scenario, MemorySettings(**{**FULL.to_dict(), "recompute_method": "block"}))
     assert first.unsaid == {"recompute_method": "Automodel checkpoints all layers, each by itself, or none"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "freezes", "lora"),
+    [("", True, None), (", freeze_config.freeze_vision_tower: false", False, None), (", peft.dim: 8", True, 8)],
+)
+def test_a_recipe_for_images_asks_how_many_a_sample_has(changes: str, freezes: bool, lora: Any, tmp_path: Path) -> None:
+    """Towers are frozen where a ``freeze_config`` does not say otherwise, and wherever adapters are trained."""
+    own = "model._target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained, recipe: FinetuneRecipeForVLM"
+    own += ", model.pretrained_model_name_or_path: google/gemma-3-4b-it, model.attn_implementation: eager"
+    own += f", freeze_config.freeze_embeddings: true{changes}"
+    job = read(tmp_path, f"{{{own}}}")
+    assert job.scenario is None and "give --set dataset.num_images_per_sample=NUMBER" in job.questions[0]
+    job = read(tmp_path, f"{{{own}, dataset.num_images_per_sample: 2}}")
+    scenario, settings = job.required()
+    state = scenario.state
+    assert (scenario.architecture.name, state.vision_tower) == ("gemma-3-4b-text", "gemma-3-4b")
+    assert (state.images_per_sequence, state.freeze_vision_tower) == (2, freezes)
+    assert state.attn_implementation == "eager"
+    assert (state.lora and state.lora.rank) == lora
+    assert "freeze_config.freeze_embeddings" in job.without_effect
+    assert {"vision_tower", "images_per_sequence"} <= written("automodel", scenario, settings).unsaid.keys()
+    own = own.replace("google/gemma-3-4b-it", "Qwen/Qwen3-VL-8B-Instruct") + ", dataset.num_images_per_sample: 2"
+    assert "give --set processor.max_pixels=NUMBER" in read(tmp_path, f"{{{own}}}").questions[0]
+    state = read(tmp_path, f"{{{own}, processor.max_pixels: 1003520}}").required()[0].state
+    assert (state.vision_tower, state.patches_per_image, state.model_classes) == ("qwen3-vl-8b", 3920, "transformers")
+    packed = read(tmp_path, f"{{{own}, processor.max_pixels: 1003520, packed_sequence.pack_size: 8192}}")
+    assert packed.lacks == ("rows of packed samples with images",)
+    texts = read(tmp_path, "{dataset.num_images_per_sample: 2}")
+    assert texts.required()[0].state.vision_tower is None and "dataset.num_images_per_sample" in texts.without_effect
 
 
 def test_no_part_of_adapters_is_written_for_a_recipe_without_them() -> None:

@@ -66,8 +66,8 @@ def test_code_is_kept_and_damaged_code_is_not_used(monkeypatch: pytest.MonkeyPat
     read_only, folder = tmp_path / "file" / "folder", tmp_path / "folder"
     (tmp_path / "file").touch()
     monkeypatch.setattr(machine_code, "_FOLDERS", (read_only, folder))
-    machine_code._keep("code", b"of a processor")
-    assert machine_code._kept("code") == b"of a processor"
+    machine_code._keep("code", b"machine code")
+    assert machine_code._kept("code") == b"machine code"
     assert [path.name for path in folder.iterdir()] == ["code"]
     content = (folder / "code").read_bytes()
     for damaged in (b"", content[:-1], content[:-1] + b"R"):
@@ -84,6 +84,13 @@ def test_a_user_without_a_home_directory_has_one_folder_for_the_code(monkeypatch
     again = module_from_spec(spec)
     spec.loader.exec_module(again)
     assert [folder.name for folder in again._FOLDERS] == ["__pycache__"]
+
+
+def test_what_one_processor_has_compiled_serves_on_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_code.serve(compiles=True)
+    monkeypatch.setattr(machine_code.llvm, "get_host_cpu_name", lambda: "another one")
+    machine_code.serve.cache_clear()
+    assert callable(machine_code.serve(compiles=False))
 
 
 def test_without_kept_code_nothing_is_compiled_for_a_short_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,13 +34,14 @@ def predicted(scenario: Scenario) -> Any:
         return lab.step()
 
 
-def recipe(folder: Path, changes: str) -> Job:
+def recipe(folder: Path, changes: str, stages: int = 2, num_layers: int = 32) -> Job:
     folder.joinpath("recipe.yaml").write_text(
         "recipe: TrainFinetuneRecipeForNextTokenPrediction\n"
-        "model: {pretrained_model_name_or_path: meta-llama/Llama-3.1-8B, torch_dtype: bfloat16}\n"
+        f"model: {{num_hidden_layers: {num_layers}, torch_dtype: bfloat16, "
+        "pretrained_model_name_or_path: meta-llama/Llama-3.1-8B}\n"
         "step_scheduler: {local_batch_size: 8, global_batch_size: 64}\n"
         "dataset: {seq_length: 1024, _target_: mock}\n"
-        f"distributed: {{pp_size: 2, dp_size: 4, pipeline: {{{changes}}}}}\n"
+        f"distributed: {{pp_size: {stages}, dp_size: 4, pipeline: {{{changes}}}}}\n"
     )
     return Job.read(folder / "recipe.yaml")
 
@@ -59,6 +60,7 @@ def recipe(folder: Path, changes: str) -> Job:
             "pp_schedule: interleaved1f1b, layers_per_stage: 7, round_virtual_stages_to_pp_multiple: down",
             "4 parts, of 8 each",
         ),
+        ("pp_schedule: interleaved1f1b, layers_per_stage: 6, round_virtual_stages_to_pp_multiple: up", (3, 1, 16, 2)),
     ],
 )
 def test_a_recipe_says_chunks_and_micro_batches(keys: str, expected: Any, tmp_path: Path) -> None:
@@ -78,6 +80,35 @@ def test_a_recipe_says_chunks_and_micro_batches(keys: str, expected: Any, tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("stages", "num_layers", "keys", "of_parts"),
+    [
+        (2, 7, "", (4, 3)),
+        (4, 61, "", (16, 15, 15, 15)),
+        (2, 7, "pp_schedule: interleaved1f1b", (2, 2, 2, 1)),
+        (
+            *(4, 19, "pp_schedule: interleaved1f1b, layers_per_stage: 2, round_virtual_stages_to_pp_multiple: down"),
+            (3,) * 3 + (2,) * 5,
+        ),
+        (
+            *(4, 15, "pp_schedule: interleaved1f1b, layers_per_stage: 2, round_virtual_stages_to_pp_multiple: up"),
+            (2,) * 7 + (1,),
+        ),
+    ],
+)
+def test_the_first_parts_have_a_layer_more(
+    stages: int, num_layers: int, keys: str, of_parts: tuple[int, ...], tmp_path: Path
+) -> None:
+    """As ``generate_hf_model_fqn_per_model_part`` divides them, in the order of the model."""
+    scenario, settings = recipe(tmp_path, keys, stages, num_layers).required()
+    assert tuple(map(len, sorted(scenario.chunks, key=lambda each: each.start))) == of_parts
+    said = written("automodel", scenario, settings)
+    (tmp_path / "recipe.yaml").write_text("\n".join(said.lines))
+    assert not said.unsaid and Job.read(tmp_path / "recipe.yaml").required()[0] == scenario
+    turned = replace(scenario.layout, pipeline_model_parallel_layout=f"E{'|'.join('t' * n for n in of_parts[::-1])}L")
+    assert "pipeline_model_parallel_layout" in str(written("automodel", replace(scenario, layout=turned), settings))
+
+
+@pytest.mark.parametrize(
     ("keys", "words"),
     [
         ("layers_per_stage: 4", "must make one for each stage"),
@@ -85,7 +116,6 @@ def test_a_recipe_says_chunks_and_micro_batches(keys: str, expected: Any, tmp_pa
         ("pp_schedule: interleaved1f1b, layers_per_stage: 16", "must make several for each stage"),
         ("pp_microbatch_size: 3", "must be a multiple of distributed.pipeline.pp_microbatch_size 3"),
         ("pp_microbatch_size: 8", "at least one micro-batch for each of the 2 stages"),
-        ("pp_schedule: interleaved1f1b, layers_per_stage: 6, round_virtual_stages_to_pp_multiple: up", "different"),
     ],
 )
 def test_a_recipe_that_cannot_start_is_refused_with_the_rule(keys: str, words: str, tmp_path: Path) -> None:
@@ -159,8 +189,8 @@ def test_a_model_with_tied_embeddings_has_no_stages() -> None:
 
 
 def test_a_stage_fits_only_with_what_a_measured_one_reserved_more_than_predicted() -> None:
-    """The prediction of a rank of an H200 was 8.4 % below what torch reserved."""
+    """The prediction of a rank of an H200 was 10.4 % below what torch reserved."""
     layout, state = Layout(pipeline_model_parallel_size=2), TrainingState()
     scenario = Scenario.of("llama-3.1-8b", layout=layout, state=state, engine="fsdp2", num_microbatches=4)
-    assert measured_margin(scenario).share >= 1 / (1 - 0.084) - 1
+    assert measured_margin(scenario).share >= 1 / (1 - 0.10414) - 1
     assert measured_margin(replace(scenario, layout=Layout())).share < 0.02

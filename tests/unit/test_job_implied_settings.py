@@ -279,6 +279,8 @@ def test_a_job_of_slime_that_only_generates_is_no_training(tmp_path: Path) -> No
 def test_an_argument_that_megatron_lm_no_longer_takes_is_refused(tmp_path: Path, flag: str, instead: str) -> None:
     """``validate_args`` asserts or exits, 0.16.1 and 0.19."""
     assert str(read(tmp_path, flag).cannot_start).endswith(f"give {instead}")
+    # It is named where something else refuses the job first, too.
+    assert any(cause.endswith(f"give {instead}") for cause in read(tmp_path, f"{flag} --fp16").causes)
 
 
 def test_arguments_in_a_file_of_megatron_lm_are_asked_for(tmp_path: Path) -> None:

@@ -201,6 +201,7 @@ def test_skyrl_copies_the_logits_of_rows_with_padding(text: str, key: str | None
 
 _BUDGET = "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu={}"
 _FP8_OF_VERL = "actor_rollout_ref.actor.megatron.override_transformer_config.fp8=hybrid"
+_MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 _TP2 = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
 
 
@@ -211,7 +212,7 @@ _TP2 = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2"
         (f"{_VERL} {_BUDGET.format(2100)} {_TP2}", 2100, 3),
         (f"{_VERL} {_BUDGET.format(2100)} {_TP2} {_FP8_OF_VERL}", 2304, 3),
         (f"{_VERL} {_BUDGET.format(2048)} {_TP2} {_FP8_OF_VERL}", 2048, 2),
-        (f"{_VERL} {_ACTOR}=3 {_TP2} {_FP8_OF_VERL} data.max_response_length=500", 3 * 1024, 3),
+        (f"{_VERL} {_ACTOR}=3 {_MINI}=12 {_TP2} {_FP8_OF_VERL} data.max_response_length=500", 3 * 1024, 3),
         (_nemo_in_fp8("blockwise"), 1024, 2),
         (_nemo_in_fp8("tensorwise"), 1008, 2),
     ],

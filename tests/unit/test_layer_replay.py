@@ -374,6 +374,15 @@ def test_dense_and_moe_layers_that_follow_a_pattern_are_replayed(pattern: tuple[
         require_identical(one, other)
 
 
+def test_the_last_moe_layer_frees_the_random_states_of_the_dense_layers_before_it() -> None:
+    model = replace(find_architecture("qwen3-moe-tiny"), num_layers=6, moe_layer_freq=(0, 1, 1, 1, 1, 1))
+    arguments = {"num_layers": 6, "seq_length": 64}
+    case = Case(architecture=model, arguments=arguments, settings=[_MLP, _MLP], warm_up=(False, False))
+    (_, stepped), _ = take(case, replay=False)
+    (_, replayed), _ = take(case, replay=True)
+    require_identical(stepped, replayed)
+
+
 def test_a_group_of_stepped_and_replayed_layers_frees_what_their_graphs_keep_where_each_dispatcher_lets_go() -> None:
     records = []
     for replay in (False, True):
@@ -490,10 +499,12 @@ def test_a_step_after_one_that_ran_out_of_memory_runs_out_alike(settings: Memory
         require_identical(one, other)
 
 
-@pytest.mark.parametrize("offloads_at_start", [False, True])
-def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
-    monkeypatch: pytest.MonkeyPatch, offloads_at_start: bool
+@pytest.mark.parametrize(("offloads_at_start", "only_steps"), [(False, True), (False, False), (True, False)])
+def test_a_step_that_begins_again_is_taken_as_if_nothing_had_been_replayed(
+    monkeypatch: pytest.MonkeyPatch, offloads_at_start: bool, only_steps: bool
 ) -> None:
+    """A lab that has done anything else than steps cannot do it again: only its groups are where they were."""
+
     def fail(replayer: Replayer, *_: Any) -> Any:
         monkeypatch.undo()
         raise NotReplayableError("the first replayed backward pass of this test")
@@ -505,23 +516,32 @@ def test_a_step_that_begins_again_starts_with_the_groups_that_it_found(
         offload_parameters=not offloads_at_start,
         offload_optimizer_except_update=True,
     )
-    found = []
+    taken: dict[bool, list[StepRecord]] = {}
     for replay in (False, True):
         arguments: dict[str, Any] = {"num_layers": 3, "seq_length": 32, "num_microbatches": 3}
         with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
-            lab.step(warm_up=False)
+            records = taken[replay] = [lab.step(warm_up=False)]
             if not offloads_at_start:
-                lab.step(away, warm_up=False)
+                records.append(lab.step(away, warm_up=False))
+            if not only_steps:
+                lab.retained()
             if replay:
                 monkeypatch.setattr(Replayer, "gradient_of", fail)
-            timeline = lab.step(until_update, warm_up=False).timeline
-            assert timeline is not None
-            opening = timeline.breakdown(timeline.num_opening_events - 1)
-            found.append([opening.get(group, 0) for group in GROUPS])
-    stepped, replayed = found
-    assert replayed == stepped
-    assert bool(stepped[2]) == offloads_at_start
+            records += [lab.step(until_update, warm_up=warm_up) for warm_up in (False, True)]
+    stepped, replayed = taken[False], taken[True]
+    if only_steps:
+        for one, other in zip(stepped, replayed, strict=True):
+            require_identical(one, other)
+    assert _groups_at_start(replayed[-2]) == _groups_at_start(stepped[-2])
+    assert bool(_groups_at_start(stepped[-2])[2]) == offloads_at_start
     assert Replayer.gradient_of is not fail, "the step has begun again"
+
+
+def _groups_at_start(record: StepRecord) -> list[int]:
+    timeline = record.timeline
+    assert timeline is not None
+    opening = timeline.breakdown(timeline.num_opening_events - 1)
+    return [opening.get(group, 0) for group in GROUPS]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.any_model import of_any_model
 from memlab.jobs.job import Job
+from memlab.views.text.job import job_table
 
 DTENSOR = "policy.dtensor_cfg"
 CONFIG = """
@@ -135,6 +136,60 @@ def test_rows_are_padded_to_a_multiple_unless_they_are_packed(is_packed: bool, t
     lengths = {"policy__max_total_sequence_length": 4000, "policy__make_sequence_length_divisible_by": 64}
     job = read(tmp_path, **lengths, policy__sequence_packing__enabled=is_packed)
     assert job.required()[0].seq_length == tokens
+
+
+def test_a_budget_of_tokens_is_of_whole_rows_before_ranks_share_them(tmp_path: Path) -> None:
+    job = read(
+        tmp_path,
+        policy__dtensor_cfg__context_parallel_size=2,
+        policy__dynamic_batching={"enabled": True, "train_mb_tokens": 4096},
+    )
+    assert job.required()[0].seq_length == 4096
+
+
+@pytest.mark.parametrize(("name", "taken"), [("eager", "eager"), ("te", "sdpa")])
+def test_a_job_may_name_the_function_of_attention(name: str, taken: str, tmp_path: Path) -> None:
+    job = read(tmp_path, policy__dtensor_cfg__automodel_kwargs={"attn_implementation": name})
+    assert job.required()[0].state.attn_implementation == taken
+    assert any(one.key.endswith("attn_implementation") for one in job.not_modelled) is (name != taken)
+
+
+def test_a_layout_that_memlab_lacks_shows_the_model_and_the_phases(tmp_path: Path) -> None:
+    sizes = {f"policy__dtensor_cfg__{kind}_parallel_size": 2 for kind in ("tensor", "context")}
+    job = read(tmp_path, **sizes)
+    assert of_any_model(job, lambda model: Job.read(job.path, architecture=model)) is None
+    assert (job.as_read["hidden_size"], job.as_read["is_colocated"]) == (4096, True)
+    assert "hidden_size 4096" in job_table(job)
+
+
+def test_a_configuration_of_an_evaluation_trains_nothing(tmp_path: Path) -> None:
+    (tmp_path / "eval.yaml").write_text("eval: {metric: pass@k}\ngeneration: {model_name: Qwen/Qwen3-8B}\n")
+    with pytest.raises(ValueError, match="evaluates a model by NeMo-RL, and trains none"):
+        Job.read(tmp_path / "eval.yaml")
+
+
+def test_distillation_from_data_has_no_engine_and_names_its_teachers(tmp_path: Path) -> None:
+    """``xtoken_off_policy_distillation.py`` (7ea279ab)."""
+    tree = yaml.safe_load(CONFIG)
+    del tree["grpo"]
+    tree |= {"distillation": {"num_prompts_per_step": 64}, "teachers": [{"model_name": "Qwen/Qwen3-14B"}]}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    job = Job.read(tmp_path / "config.yaml")
+    scenario, settings = job.required()
+    assert job.rollout is None and not settings.offload_parameters
+    assert scenario.state.loss_of_transformers != "topk_logits"
+    assert "teachers" in {one.key for one in job.not_modelled}
+
+
+def test_types_of_fused_adam_are_those_of_the_job_where_memlab_refuses_it(tmp_path: Path) -> None:
+    name = "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam"
+    kwargs = {"exp_avg_dtype": "torch.bfloat16", "master_weights": True}
+    changes = {"policy__dtensor_cfg__expert_parallel_size": 8, "policy__model_name": "Qwen/Qwen3-30B-A3B"}
+    job = read(tmp_path, **changes, policy__optimizer={"name": name, "kwargs": kwargs})
+    found = of_any_model(job, lambda model: Job.read(job.path, architecture=model))
+    assert found is not None and found.values["state"]["exp_avg_dtype"] == "bf16"
+    assert found.values["state"]["master_weights"] is True
+    assert found.model["fields"]["num_layers"] == 48  # of a model that memlab has
 
 
 def test_a_job_that_names_megatron_is_megatron_s(tmp_path: Path) -> None:

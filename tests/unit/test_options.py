@@ -120,6 +120,9 @@ def test_what_nothing_reads_is_named_by_its_rule() -> None:
         "moe_deepep_num_sms": "only moe_flex_dispatcher_backend 'deepep' reads it",
         "moe_flex_dispatcher_backend": "only moe_token_dispatcher_type 'flex' reads it",
         "teacher_model": "only reference_model 'copy' reads it",
+        **dict.fromkeys(
+            ("freeze_vision_tower", "images_per_sequence", "patches_per_image"), "only vision_tower reads it"
+        ),
         **dict.fromkeys(of_overlap, "only tp_comm_overlap reads it"),
     }
 

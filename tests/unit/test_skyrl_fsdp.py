@@ -118,6 +118,71 @@ def test_a_chunk_that_skyrl_refuses_is_refused_by_its_rule(chunk: str, tmp_path:
     assert f"{CHUNK} is " in (read(tmp_path, f"{CHUNK}={chunk}").cannot_start or "")
 
 
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_micro_batches_of_which_a_step_is_no_multiple_are_refused(engine: str, tmp_path: Path) -> None:
+    """``validate_batch_sizes`` in skyrl/train/utils/utils.py (a9564572)."""
+    sizes = "trainer.policy_mini_batch_size=4 generator.n_samples_per_prompt=10 trainer.micro_train_batch_size_per_gpu="
+    job = read(tmp_path, f"trainer.strategy={engine} {sizes}4")
+    assert job.cannot_start is not None and "has 5 sequences in a step" in job.cannot_start
+    assert read(tmp_path, f"trainer.strategy={engine} {sizes}5").cannot_start is None
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_a_training_that_is_simulated_is_refused(engine: str, tmp_path: Path) -> None:
+    """``fully_async_trainer_sim.py`` (a9564572)."""
+    job = read(tmp_path, f"trainer.strategy={engine} trainer.fully_async.simulate_training=true")
+    assert "the training is simulated" in str(job.not_supported)
+
+
+@pytest.mark.parametrize("program", ["skyrl.train.entrypoints.serve", "examples.harbor.main_harbor_generate"])
+def test_a_program_that_only_generates_is_refused(program: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(START.replace("skyrl.train.entrypoints.main_base", program))
+    assert f"{program} (line 1): it generates and does not train" in str(Job.read(tmp_path / "run.sh").not_supported)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize(
+    ("keys", "is_named"),
+    [
+        ("+trainer.ref.model_config_kwargs.rope_theta=1000000", True),
+        ("+trainer.ref.model_config_kwargs.rope_theta=1e4 +trainer.policy.model_config_kwargs.rope_theta=1e4", False),
+        ("+trainer.ref.model_config_kwargs.rope_theta=1e4 trainer.algorithm.use_kl_loss=false", False),
+        ("trainer.ref.megatron_config.transformer_config_kwargs.recompute_granularity=full", False),
+    ],
+)
+def test_what_a_reference_model_has_otherwise_is_named(engine: str, keys: str, is_named: bool, tmp_path: Path) -> None:
+    job = read(tmp_path, f"trainer.strategy={engine} {keys}")
+    named = [one.key for one in job.not_modelled if one.key.startswith("trainer.ref.")]
+    assert bool(named) is is_named
+
+
+def test_a_package_that_the_launcher_installs_is_no_key(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"uv run --with transformers==5.4.0 {START}")
+    job = Job.read(tmp_path / "run.sh")
+    assert job.scenario is not None and not [one.key for one in job.not_modelled if one.effect == "unknown"]
+
+
+@pytest.mark.parametrize(("name", "is_named"), [("Qwen2DecoderLayer", False), ("Qwen2MLP", True)])
+def test_classes_that_are_sharded_by_themselves_are_named(name: str, is_named: bool, tmp_path: Path) -> None:
+    key = f"{POLICY}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap"
+    job = read(tmp_path, f"{key}=\"['{name}']\"")
+    assert (key in {one.key for one in job.not_modelled}) is is_named
+
+
+def test_a_task_of_skypilot_is_the_script_that_it_runs(tmp_path: Path) -> None:
+    script = START.replace(
+        "=8 ", '="$SKYPILOT_NUM_GPUS_PER_NODE" trainer.placement.policy_num_nodes=$SKYPILOT_NUM_NODES '
+    )
+    head = "num_nodes: 2\nresources:\n  accelerators: {gpus}\nenvs:\n  MODEL: Qwen/Qwen3-8B\nrun: |\n"
+    script = script.replace("Qwen/Qwen2.5-7B-Instruct", "$MODEL")
+    for gpus, ranks in (("L40S:4", 8), ("{H100: 8}", 16), ("H100", 2)):
+        (tmp_path / "task.yaml").write_text(head.replace("{gpus}", gpus) + f"  set -e\n  {script}\n")
+        job = Job.read(tmp_path / "task.yaml")
+        assert job.required()[0].layout.data_parallel_size == ranks
+        assert job.required()[0].architecture.name == "qwen3-8b"
+        assert "line 8" in {one.place for one in job.taken}  # of the file, not of the script
+
+
 def test_a_chunk_of_the_entropy_has_tokens_of_each_row(tmp_path: Path) -> None:
     padded = "trainer.micro_train_batch_size_per_gpu=2 trainer.remove_microbatch_padding=false"
     job = read(tmp_path, f"{padded} {CHUNK}=512")

@@ -146,6 +146,13 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     assert state.lora == LoRA(rank=32, alpha=64, fsdp2_library="peft", **peft)  # type: ignore[arg-type]
 
 
+def test_the_policy_without_adapters_is_the_reference_where_memlab_lacks_the_adapters_too(tmp_path: Path) -> None:
+    keys = f"{MODEL}.lora_rank=32 {FSDP}.model_dtype=bf16 {ACTOR}.use_kl_loss=True"
+    job = read(tmp_path, keys)
+    assert f"{MODEL}.lora_rank" in {one.key for one in job.not_modelled}
+    assert job.rollout is not None and job.rollout.reference_pass is None
+
+
 @pytest.mark.parametrize(
     ("keys", "lacks", "at_least"),
     [
@@ -162,6 +169,19 @@ def test_what_the_engine_does_not_have_is_refused_by_name(
     if at_least is not None:
         of_a_rank = 8_190_735_360 // 8  # as Qwen publishes the model: 8.2 billion parameters
         assert tuple(job.at_least.values()) == tuple(size * of_a_rank for size in at_least)
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+def test_micro_batches_of_which_a_step_is_no_multiple_are_refused(engine: str, tmp_path: Path) -> None:
+    """``prepare_micro_batches`` in verl/workers/engine/utils.py (0.9.1 and 1dda039b)."""
+    micro = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    for size, is_refused in ((3, True), (4, False)):
+        (tmp_path / "run.sh").write_text(
+            START.replace(f"{ACTOR}.strategy=fsdp2 ", "").replace(f"{micro}=1", f"{micro}={size}")
+            + f" model_engine={engine}"
+        )
+        job = Job.read(tmp_path / "run.sh", version="0.9.1")
+        assert ("has 8 sequences in a step" in str(job.cannot_start)) is is_refused
 
 
 def test_groups_of_shards_have_all_ranks(tmp_path: Path) -> None:
@@ -258,3 +278,16 @@ def test_ranks_that_exchange_heads_share_rows(keys: str, tokens: int, passes: in
     assert (layout.context_parallel_size, layout.data_parallel_size, scenario.ranks_of_shards) == (2, 4, 8)
     assert (scenario.seq_length, scenario.num_microbatches) == (tokens, passes)
     assert scenario.state.cp_comm_type == "a2a"
+
+
+def test_fsdp_turbo_has_ranks_and_checkpoints_of_its_own_keys(tmp_path: Path) -> None:
+    section = f"{FSDP}.turbo_config"
+    sizes = ["fully_shard_parallel_size=4", "expert_parallel_size=2", "ulysses_parallel_size=2"]
+    keys = " ".join(f"{section}.distributed.{size}" for size in sizes)
+    # Hydra's own grammar, which is no YAML.
+    keys += f" '+{section}.distributed.fsdp_plan.apply_modules={{model.layers.\\{{*\\}}:{{}},lm_head:{{}}}}'"
+    path = read(tmp_path, f"{ACTOR}.strategy=fsdp_turbo {keys} +{section}.memory.recompute=True").path
+    scenario, settings = Job.read(path, version="0.9.1", fields_only=True).required()
+    assert (scenario.layout.context_parallel_size, scenario.state.dp_replicate_size) == (2, 2)
+    assert settings.recompute_granularity == "full"
+    assert Job.read(path, version="0.9.1").scenario is None  # its memory is not predicted

@@ -87,9 +87,11 @@ def flash_attention_of_torch(
     value: torch.Tensor,
     scale: float,
     run: Run = _at_once,
+    *,
+    is_causal: bool = True,
     allocate: Allocate | None = None,
 ) -> torch.Tensor:
-    """Attends causally as ``scaled_dot_product_attention`` does with torch's own copy of flash-attn.
+    """Attends as ``scaled_dot_product_attention`` does with torch's own copy of flash-attn.
 
     It saves the tensors that it is given: none is copied, and a view keeps what it is a view of (torch 2.11,
     ``aten/src/ATen/native/transformers/cuda/attention.cu``). Its output lies in memory as the query does.
@@ -100,13 +102,14 @@ def flash_attention_of_torch(
         value: Like `key`.
         scale: Of the scores.
         run: Runs the kernel of forward.
+        is_causal: Whether a token attends to those before it only.
         allocate: Returns what the kernel of backward allocates and frees in the place of `backward_buffers`.
 
     Returns:
         Shape [batch, tokens, heads, channels].
     """
     tensors = (each.transpose(1, 2) for each in (query, key, value))
-    output: torch.Tensor = _FlashAttention.apply(*tensors, scale, 0.0, run, allocate or backward_buffers)
+    output: torch.Tensor = _FlashAttention.apply(*tensors, scale, 0.0, run, is_causal, allocate)
     return output.contiguous()
 
 
@@ -204,15 +207,17 @@ class _FlashAttention(torch.autograd.Function):
         scale: float,
         drop: float,
         run: Run = _at_once,
+        is_causal: bool = True,
         allocate: Allocate | None = None,
     ) -> torch.Tensor:
         def compute() -> tuple[torch.Tensor, ...]:
             random_state = new_random_state(query)
-            return *_attend(query, key, value, scale, Dropped.of(drop, random_state), causal=True), random_state
+            return *_attend(query, key, value, scale, Dropped.of(drop, random_state), causal=is_causal), random_state
 
         output, log_sum_exp, random_state = run(compute)
         ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state)
-        ctx.scale, ctx.drop, ctx.allocate = scale, drop, allocate or backward_buffers
+        ctx.scale, ctx.drop, ctx.is_causal = scale, drop, is_causal
+        ctx.allocate = allocate
         return output
 
     @staticmethod
@@ -220,9 +225,9 @@ class _FlashAttention(torch.autograd.Function):
         query, key, value, output, log_sum_exp, random_state = ctx.saved_tensors
         grad = grads[0].contiguous()
         dropped = Dropped.of(ctx.drop, random_state)
-        parts = _attend_backward(
-            grad, query, key, value, output, log_sum_exp, ctx.scale, dropped, allocate=ctx.allocate
-        )
+        saved = (grad, query, key, value, output, log_sum_exp)
+        options = {"causal": ctx.is_causal, "allocate": ctx.allocate}
+        parts = _attend_backward(*saved, ctx.scale, dropped, **options)
         return *parts, None, None, None, None
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.transformers_linears import adapted_linears
+from memlab.engines.fsdp2.vision import language_model_of
 from memlab.meter.labels import one_kernel
 
 _PIECES = 64
@@ -38,7 +39,9 @@ def add_adapters(model: Any, scenario: Scenario) -> None:
     kind = AutomodelLinear if lora.fsdp2_library == "automodel" else PeftLinear
     for linear in adapted_linears(scenario.architecture, scenario.num_layers, lora):
         path, _, name = linear.name.rpartition(".")
-        owner = model.get_submodule(path)
+        owner = model.get_submodule(
+            path.replace("model.", "model.language_model.", 1) if scenario.vision_tower else path
+        )
         setattr(owner, name, kind(getattr(owner, name), lora))
     # On several ranks, and of its own classes on one too, the model is on the meta device when Automodel looks for MLPs
     # to fuse, and it fuses none (``_fusible``; ``is_meta_device`` in _transformers/auto_model.py, 36044ad3 and 0.7.0).
@@ -71,7 +74,7 @@ def _give_divided_adapter(linear: Any, lora: LoRA) -> None:
 
 def _mlps(model: Any) -> Iterator[Any]:
     """Yields the MLPs with three linears, all of which have adapters; Phi-3's have two."""
-    for layer in model.model.layers:
+    for layer in language_model_of(model).layers:
         linears = [getattr(layer.mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
         if all(isinstance(linear, AutomodelLinear) for linear in linears):
             yield layer.mlp

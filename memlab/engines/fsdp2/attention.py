@@ -19,6 +19,7 @@ from memlab.engines.attention.workspace import bytes_of_workspace
 from memlab.engines.fsdp2 import ulysses
 from memlab.engines.fsdp2.context_parallel import attend_over_ranks
 from memlab.engines.fsdp2.selective_checkpoint import as_one_operation
+from memlab.engines.fsdp2.vision import language_model_of, seen_with_images
 from memlab.meter.labels import one_kernel
 
 _PREFIX = "memlab_"
@@ -68,10 +69,14 @@ def give_masks(module: Any, attention: str) -> None:
     """Has transformers' model make the mask of `inputs_of`'s sequences when it begins, which it frees when it ends."""
     if attention.startswith(_PREFIX):
         with_mask = partial(_with_mask, attention.removeprefix(_PREFIX))
-        module.model.register_forward_pre_hook(with_mask, with_kwargs=True)
+        # Gemma 3 makes its masks of what it knows of images, Qwen3-VL in its language model.
+        model = module.model if module.config.model_type == "gemma3" else language_model_of(module)
+        model.register_forward_pre_hook(with_mask, with_kwargs=True)
 
 
 def _with_mask(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    if (is_image := named.get("token_type_ids")) is not None:
+        return inputs, named | {"attention_mask": _seen_with_images(model, is_image, name)}
     received = named["inputs_embeds"] if named.get("input_ids") is None else named["input_ids"]
     tokens, lengths = received.shape[1], named.get("packed_lengths")
     if model.config.model_type in ("gemma2", "gemma3_text"):
@@ -97,6 +102,14 @@ def _with_mask(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tup
     return inputs, named
 
 
+def _seen_with_images(model: Any, is_image: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
+    """Returns the masks of both kinds of layers, each of which has several values for each row."""
+    windows = {"full_attention": None, "sliding_attention": model.language_model.config.sliding_window}
+    masks = {kind: seen_with_images(is_image, window) for kind, window in windows.items()}
+    dtype = model.language_model.embed_tokens.weight.dtype
+    return {kind: _bias(mask, dtype) for kind, mask in masks.items()} if name == "eager" else masks
+
+
 def _seen(tokens: int, lengths: tuple[int, ...] | None, window: int | None, dtype: Any = torch.bool) -> torch.Tensor:
     """Returns a mask [1, 1, tokens, tokens] of the keys that a query sees, or what is added to their scores."""
     places = torch.arange(tokens, device="cuda")
@@ -117,7 +130,7 @@ def _bias(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _sdpa(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """Attends as ``scaled_dot_product_attention`` does on an H200: with cuDNN's kernel, in fp32 with another one.
 
@@ -126,7 +139,7 @@ def _sdpa(
         query: Shape [batch, heads, tokens, channels].
         key: The same, of as many or fewer heads.
         value: Like `key`.
-        mask: Of the keys that a query sees, bool [1, 1, tokens, tokens]; None if attention is causal.
+        attention_mask: Of the keys that a query sees, bool [1, 1, tokens, tokens]; None if attention is causal.
         **options: ``scaling`` of the scores; the dropout is 0.
     """
     assert not options.get("dropout"), "attention without dropout"
@@ -134,14 +147,18 @@ def _sdpa(
     if group is not None:
         over_ranks = attend_over_ranks(query, key, value, options["scaling"], group)
         return over_ranks.transpose(1, 2).contiguous(), None
-    if mask is None:
+    if attention_mask is None:
+        is_causal = options.get("is_causal") is not False  # a vision tower's is not
         # cuDNN's kernel saves what flash-attn's saves.
         allocate = None if query.dtype is torch.float32 else _workspace
-        return flash_attention_of_torch(query, key, value, options["scaling"], as_one_operation, allocate), None
+        attend = partial(flash_attention_of_torch, run=as_one_operation, is_causal=is_causal, allocate=allocate)
+        return attend(query, key, value, options["scaling"]), None
     # transformers copies the keys of each group of heads, since no kernel with a mask takes fewer (``repeat_kv``).
     groups = query.shape[1] // key.shape[1]
     key, value = (_repeated(each, groups) for each in (key, value))
-    output: torch.Tensor = _MaskedAttention.apply(query, key, value, _bias(mask, query.dtype), options["scaling"])
+    output: torch.Tensor = _MaskedAttention.apply(
+        query, key, value, _bias(attention_mask, query.dtype), options["scaling"]
+    )
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -207,13 +224,13 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bias: t
 
 
 def _flash(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """Attends as transformers has the package flash-attn 2 attend, which gets views, and copies none.
 
     The arguments are those of `_sdpa`; ``packed_lengths`` says that the row has several sequences.
     """
-    assert mask is None and not options.get("dropout"), "causal attention without dropout"
+    assert attention_mask is None and not options.get("dropout"), "causal attention without dropout"
     lengths, group = options.get("packed_lengths"), options.get("context_parallel_group")
     if group is not None:
         return _flash_over_ranks(query, key, value, lengths, group, options), None
@@ -242,20 +259,31 @@ def _flash_over_ranks(
     return ulysses.own_tokens(output, group)
 
 
-def _eager(module: Any, query: Any, key: Any, value: Any, mask: Any, **options: Any) -> Any:
+def _eager(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **options: Any) -> Any:
     """Attends with transformers' own function of the model's family."""
-    return sys.modules[type(module).__module__].eager_attention_forward(module, query, key, value, mask, **options)
+    attend = sys.modules[type(module).__module__].eager_attention_forward
+    output, probabilities = attend(module, query, key, value, attention_mask, **options)
+    if options.get("is_causal") is False and probabilities.grad_fn is not None:  # a tower's scores decide its peak
+        _hold_temporary_of_softmax(_softmax_of(probabilities.grad_fn))
+    return output, probabilities
+
+
+def _softmax_of(backward: Any) -> Any:
+    """Returns the softmax in front of what makes probabilities of it, conversions to other types."""
+    while "Softmax" not in backward.name():
+        ((backward, _),) = backward.next_functions
+    return backward
 
 
 def _unfused(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: None, **options: Any
 ) -> tuple[torch.Tensor, None]:
     """Attends as ``scaled_dot_product_attention`` does on a GPU in fp32 with fewer heads of keys than of queries.
 
     Of its kernels, those that take fp32 do not take fewer heads, so that it multiplies and keeps whole matrices of
     scores (torch 2.11, seen on an H200). The arguments are those of `_sdpa`.
     """
-    assert mask is None and not options.get("dropout"), "causal attention without dropout"
+    assert attention_mask is None and not options.get("dropout"), "causal attention without dropout"
     attend = torch.ops.aten._scaled_dot_product_attention_math
     output, probabilities = attend(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
     if probabilities.grad_fn is not None:

@@ -18,9 +18,13 @@ from memlab.engines.fsdp2.automodel_experts import change_experts
 from memlab.engines.fsdp2.automodel_norm import Norm
 from memlab.meter.labels import keeping
 
-CHECKPOINTED = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+CHECKPOINTED = (
+    *("self_attn", "mlp", "input_layernorm", "post_attention_layernorm"),
+    *("attn", "layer_norm1", "layer_norm2", "norm1", "norm2"),  # of a tower
+)
 """The parts of a layer that have a checkpoint each (``apply_submodule_checkpointing``), where the whole layer has one
-of a class of transformers (``_should_use_hf_native_gradient_checkpointing`` in ``distributed/parallelizer.py``)."""
+of a class of transformers without a tower (``_should_use_hf_native_gradient_checkpointing`` in
+``distributed/parallelizer.py``)."""
 _NORMS_OF_LAYER = ("input_layernorm", "post_attention_layernorm")
 
 

@@ -28,6 +28,7 @@ from memlab.engines.fsdp2.flat_model import FlatModel
 from memlab.engines.fsdp2.groups import ShardedGroups, holdings
 from memlab.engines.fsdp2.hugging_face import check_installed
 from memlab.engines.fsdp2.sharded_model import ShardedModel
+from memlab.engines.fsdp2.vision import trained_layers
 from memlab.engines.protocol import ALL_MICROBATCHES, Held, HeldTensor, Microbatches, Place
 from memlab.engines.residency.own_gradient_moves import Move
 from memlab.engines.residency.residency import Residency
@@ -143,15 +144,18 @@ class Fsdp2Engine:
         contexts = self._contexts
         if is_inside:
             contexts = self._selective_contexts if is_selective else self._contexts_of_routing
-        parts = CHECKPOINTED if self.scenario.state.model_classes != "transformers" and not spreads_experts else ()
+        has_tower = self.scenario.vision_tower is not None
+        has_parts = self.scenario.state.model_classes != "transformers" or has_tower
+        parts = CHECKPOINTED if has_parts and not spreads_experts else ()
         function = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
-        for number, layer in enumerate(self.layers):
+        of_tower = trained_layers(self.live.inner) if has_tower else []
+        for number, layer in enumerate([*self.layers, *of_tower]):
             is_one = is_full and (of_block is None or number < of_block)
             is_one = is_one and (number + 1) % (settings.checkpoint_every or 1) == 0
-            layer.gradient_checkpointing = is_one and not (is_inside or parts)  # type: ignore[assignment]
-            layer._gradient_checkpointing_func = function  # type: ignore[assignment]
+            layer.gradient_checkpointing = is_one and not (is_inside or parts)
+            layer._gradient_checkpointing_func = function
             # NeMo Automodel checkpoints selectively, or parts, inside of what FSDP2 does for the layer.
-            for module in (layer, *(getattr(layer, name) for name in parts)):
+            for module in (layer, *(getattr(layer, name) for name in parts if hasattr(layer, name))):
                 module.__dict__.pop("forward", None)
                 if is_one and (module is layer) == is_inside:
                     module.forward = partial(function, module.forward)
@@ -208,7 +212,8 @@ class Fsdp2Engine:
         return self.live.layers
 
     def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        for name, module in self.live.named_modules():
+        for given, module in self.live.named_modules():
+            name = given.replace("model.language_model", "model", 1)
             yield _NAMES.get(name) or name.replace("model.layers.", "decoder.layers.", 1), module
 
     def working_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:

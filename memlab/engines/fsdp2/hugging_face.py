@@ -11,6 +11,7 @@ from memlab.config.architectures import Architecture
 from memlab.config.families import FAMILIES
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2 import attention as attentions
+from memlab.engines.fsdp2.vision import build_with_tower, freeze
 
 
 def check_installed() -> None:
@@ -143,13 +144,20 @@ def build_model(scenario: Scenario, dtype: torch.dtype, *, attention: str) -> An
     from transformers import AutoModelForCausalLM
 
     attentions.register()
-    config = config_of(scenario.architecture, scenario.num_layers, scenario.seq_length)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-    built, expected = model.num_parameters(), scenario.architecture.with_layers(scenario.num_layers).num_parameters
+    config, tower = config_of(scenario.architecture, scenario.num_layers, scenario.seq_length), scenario.vision_tower
+    expected = scenario.architecture.with_layers(scenario.num_layers).num_parameters
+    if tower is None:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+    else:
+        model = build_with_tower(tower, config, dtype, attention)
+        expected += tower.num_parameters + tower.num_parameters_of_projector
+    built = model.num_parameters()
     if built != expected:
         raise ValueError(
             f"{scenario.architecture.name} has {expected:,} parameters, and transformers' {type(model).__name__} of "
             f"these sizes has {built:,}, so it is another model: choose a model as published, or engine 'megatron'"
         )
     attentions.give_masks(model, attention)
+    if scenario.state.freeze_vision_tower:
+        freeze(model)
     return model.train()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from memlab.engines.fsdp2.context_parallel import mesh_of
 from memlab.engines.fsdp2.fused_adam import FusedAdamOfShards
 from memlab.engines.fsdp2.hugging_face import build_model
 from memlab.engines.fsdp2.tensor_parallel import clip, divide
+from memlab.engines.fsdp2.vision import language_model_of, trained_lists
 from memlab.meter.labels import keeping, on_host
 from memlab.meter.observers import unobserved
 
@@ -85,8 +87,10 @@ class ShardedModel:
 
     def set_gathering(self, state: TrainingState) -> None:
         """Says which layers free their gathered parameters after forward, and which are gathered ahead of time."""
-        which, layers, last = state.reshard_after_forward, self.layers, {root.model.layers[-1] for root in self.roots}
-        freed = {layer: which == "all" or (which == "all_but_last" and layer not in last) for layer in layers}
+        which, layers, of_tower = state.reshard_after_forward, self.layers, trained_lists(self.inner)
+        last = {language_model_of(root).layers[-1] for root in self.roots} | {modules[-1] for modules in of_tower}
+        both = (*layers, *chain(*of_tower))
+        freed = {layer: which == "all" or (which == "all_but_last" and layer not in last) for layer in both}
         freed |= {one: freed[layer] for layer in layers if (one := experts_of(layer)) in self._experts}
         freed |= dict.fromkeys(self._embedding, which != "none")
         freed |= dict.fromkeys((*self._output, *self.roots), which != "none" and state.reshard_root_after_forward)
@@ -96,12 +100,16 @@ class ShardedModel:
                 group.post_forward_mesh_info = self._meshes_after_forward[group]
         after, before = state.fsdp2_forward_prefetch_depth, state.fsdp2_backward_prefetch_depth
         for root in self.roots:
-            layers = list(root.model.layers)
+            layers = list(language_model_of(root).layers)
             if state.reshard_root_after_forward:  # verl's ``apply_fsdp2`` goes from the embedding to the output layer
                 layers = [*self._embedding, *layers, *self._output]
             for number, layer in enumerate(layers):
                 layer.set_modules_to_forward_prefetch(layers[number + 1 : number + 1 + after])
                 layer.set_modules_to_backward_prefetch(layers[max(0, number - before) : number][::-1])
+        for modules in of_tower:
+            for number, module in enumerate(modules):
+                module.set_modules_to_forward_prefetch(modules[number + 1 : number + 1 + after])
+                module.set_modules_to_backward_prefetch(modules[max(0, number - before) : number][::-1])
 
     def set_gradient_sync(self, is_last: bool) -> None:
         """Says whether the next backward reduces gradients."""
@@ -128,7 +136,7 @@ class ShardedModel:
     @property
     def layers(self) -> list[Any]:
         """The transformer layers."""
-        return [layer for root in self.roots for layer in root.model.layers]
+        return [layer for root in self.roots for layer in language_model_of(root).layers]
 
     def named_modules(self) -> Iterator[tuple[str, Any]]:
         """Yields the modules of transformers' model by their names there."""
@@ -182,10 +190,10 @@ class ShardedModel:
             "offload_policy": CPUOffloadPolicy() if state.fsdp_cpu_offload else OffloadPolicy(),
         }
         if state.separate_embeddings != "none" and not scenario.architecture.share_embeddings_and_output_weights:
-            self._embedding = _present(root.model.embed_tokens for root in self.roots)
+            self._embedding = _present(language_model_of(root).embed_tokens for root in self.roots)
             if state.separate_embeddings == "both":
                 self._output = _present(root.lm_head for root in self.roots)
-        units = [*self.layers, *self._embedding, *self._output, *self.roots]
+        units = [*chain(*trained_lists(self.inner)), *self.layers, *self._embedding, *self._output, *self.roots]
         if scenario.layout.expert_model_parallel_size > 1:
             shards = spread_experts(self.layers, scenario, mesh_device)
             experts = [one for one in map(experts_of, self.layers) if one is not None]

@@ -14,6 +14,7 @@ from memlab.engines.fsdp2.context_parallel import own_part, sharded_by_torch
 from memlab.engines.fsdp2.losses import loss_of_largest, loss_of_logprobs
 from memlab.engines.fsdp2.sharded_model import ShardedModel
 from memlab.engines.fsdp2.ulysses import part_of_row
+from memlab.engines.fsdp2.vision import COMPUTED_BY_MODEL, ImagesPlaced, inputs_with_images
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
 from memlab.meter.labels import Labels, on_host
 
@@ -99,6 +100,9 @@ def forward_only_step(
 
 def _own_part(live: ShardedModel, scenario: Scenario, tokens: torch.Tensor) -> AbstractContextManager[dict[str, Any]]:
     """Returns the context of a pass, which yields tokens and labels, of ranks that share sequences the rank's own."""
+    if scenario.vision_tower is not None:
+        images = inputs_with_images(scenario, tokens)
+        return nullcontext(images | {"labels": tokens.cuda()})
     tokens = tokens.cuda()
     follows = scenario.state.loss_of_transformers.startswith("logprobs")
     labels = torch.roll(tokens, shifts=-1, dims=1) if follows else tokens
@@ -116,6 +120,13 @@ def _forward(live: ShardedModel, scenario: Scenario, own: dict[str, Any]) -> tup
     """Returns the output with the logits, unless the loop has released it before backward, and the loss."""
     inputs, kind = inputs_of(live.attention, scenario) | own, scenario.state.loss_of_transformers
     divided = scenario.layout.tensor_model_parallel_size > 1
+    if scenario.vision_tower is not None:
+        tokens = inputs.pop("labels")
+        computed = {name: (inputs.pop(name), own.pop(name))[0] for name in COMPUTED_BY_MODEL if name in own}
+        with ImagesPlaced():
+            output = live.module(**inputs, **{name: computed.pop(name) for name in [*computed]})
+        loss = live.module.loss_function(logits=output.logits, labels=tokens, vocab_size=output.logits.shape[-1])
+        return None if kind == "masked_cross_entropy" else output, loss
     if kind == "cross_entropy" and not divided:
         output = live.module(**inputs)
         return output, output.loss

@@ -12,11 +12,14 @@ from typing import Any
 
 from memlab.config.architectures import Architecture
 from memlab.config.families import FAMILIES
+from memlab.config.pipeline_layout import FIELD
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.automodel_experts import take_experts
+from memlab.jobs.frameworks.automodel_images import IMAGES, RECIPE, drop_images, has_tower, take_tower
 from memlab.jobs.frameworks.automodel_pipeline import (
     composed_of_pipeline,
+    layout_of_parts,
     refuse_schedules,
     take_chunks,
     take_microbatches,
@@ -27,6 +30,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     FOREACH,
     FROZEN,
     OF_OWN_EXPERTS,
+    OF_TOWERS,
     OWN_PLAN,
     PARTS_OF_AUTOMODEL,
     Own,
@@ -170,6 +174,7 @@ KEYS = (
     Key("packed_sequence.packed_sequence_size", "packed_tokens", WHOLE, 0),
     Key("packed_sequence.pack_size", "packed_tokens", WHOLE),
     *(Key(name, "longest", COUNT) for name in _LONGEST),
+    Key(IMAGES, "images_per_sequence", COUNT),
     Key("distributed.sequence_parallel", "sequence_parallel", SWITCH),
     Key("distributed.pipeline.pp_schedule", "schedule", TEXT),
     Key("distributed.pipeline.layers_per_stage", "layers_of_chunk", COUNT),
@@ -224,6 +229,10 @@ def complete(reading: Reading) -> None:
     """Derives what trains, ranks, types, lengths, checkpoints and the optimizer."""
     values = reading.values
     _refuse(reading)
+    if has_tower(reading):
+        take_tower(reading)
+    else:
+        drop_images(reading)
     _drop_keys_of_other_ranks(reading)
     _take_ranks(reading)
     _take_types(reading)
@@ -297,12 +306,13 @@ def _take_least(reading: Reading, optimizer: str) -> None:
 def _refuse(reading: Reading) -> None:
     """Notes what the engine does not have: of these, no number would be near."""
     values, by_key = reading.values, reading.entries.by_key
+    has_images = has_tower(reading)
     for key in ("recipe", "recipe._target_"):
         name = str(reading.get(key, default=_RECIPES[0])).rpartition(".")[2]
-        if name not in _RECIPES:
+        if name not in (*_RECIPES, *(RECIPE,) * has_images):
             block(reading, key, f"the recipe {name}")
-    if _class_of_model(reading) != _CAUSAL:
-        block(reading, "model._target_", f"models of {_class_of_model(reading)}", is_model=True)
+    if _class_of_model(reading) != _CAUSAL and not has_images:
+        block(reading, "model._target_", f"models of {_class_of_model(reading)}", of="model")
     for section, begins in _SECTIONS.items():
         keys = [key for key in by_key if key.startswith(f"{section}.")]
         if keys:
@@ -516,6 +526,8 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         for name in ("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth")
     }
     own["offload_gradients"] = (False, _STAYS)
+    if scenario.layout.pipeline_model_parallel_size > 1:
+        own[FIELD] = (layout_of_parts(scenario), "Automodel gives each part as many layers, the first ones one more")
     if state.model_classes != "transformers":
         own["model_classes"] = ("automodel", "Automodel's version decides it, not a key")
     return of_other_values(scenario, settings, own | checkpoints | own_automodel(scenario, "Automodel"))
@@ -550,6 +562,7 @@ AUTOMODEL = Framework(
         "return_outputs": "Automodel has torch's schedules keep the logits",
     }
     | dict.fromkeys((*EXCHANGE, *OF_OWN_EXPERTS), "memlab's writer of Automodel's recipes has no key for it")
+    | dict.fromkeys(OF_TOWERS, "memlab's writer of Automodel's recipes has no recipe for images")
     | dict.fromkeys(("separate_embeddings", "loss_of_transformers"), "Automodel's version decides it, not a key")
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
@@ -569,6 +582,7 @@ AUTOMODEL = Framework(
             "selective_ac",
             "checkpoint_every",
             "schedule_runs",
+            FIELD,
             "virtual_pipeline_model_parallel_size",
         )
     ),

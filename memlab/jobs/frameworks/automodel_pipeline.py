@@ -11,6 +11,7 @@ from math import ceil
 from typing import Any
 
 from memlab.config.architectures import Architecture
+from memlab.config.pipeline_layout import FIELD
 from memlab.config.scenario import Scenario
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.fsdp2 import block
@@ -69,7 +70,6 @@ def take_chunks(reading: Reading, architecture: Architecture) -> None:
 
     Raises:
         CannotStartError: If they do not fit the schedule, or the stages.
-        ValueError: If some have one layer more than others, which memlab does not predict.
     """
     stages = _stages(reading)
     if stages == 1:
@@ -78,9 +78,7 @@ def take_chunks(reading: Reading, architecture: Architecture) -> None:
     num_layers = reading.values.get("num_layers") or architecture.num_layers
     parts = stages * (2 if is_interleaved else 1)
     if layers is not None:
-        parts = ceil(num_layers / COUNT.read(layers))
-        more = -parts % stages
-        parts += {"up": more, "down": more and more - stages}.get(str(reading.get(_ROUNDING)), 0)
+        parts = _parts(num_layers, stages, COUNT.read(layers), reading.get(_ROUNDING))
         reading.known |= {_LAYERS, _ROUNDING}
     of_rank, remainder = divmod(parts, stages)
     if remainder or of_rank < 1 or (of_rank > 1) is not is_interleaved:
@@ -91,12 +89,34 @@ def take_chunks(reading: Reading, architecture: Architecture) -> None:
             _LAYERS,
             _ROUNDING,
         )
-    if num_layers % parts:
-        raise ValueError(
-            f"{parts} parts of {num_layers} layers have different numbers of them, which memlab does not predict: give "
-            f"{_LAYERS} a divisor of the layers"
+    if parts > num_layers:
+        raise CannotStartError(
+            f"{parts} parts of {num_layers} layers on {stages} stages, must have a layer each, by a rule of NeMo "
+            f"Automodel: choose fewer distributed.pp_size, or more {_LAYERS}",
+            "pipeline_model_parallel_size",
+            _LAYERS,
         )
     reading.values["virtual_pipeline_model_parallel_size"] = of_rank
+    if num_layers % parts:
+        reading.values[FIELD] = _divided(num_layers, parts)
+
+
+def layout_of_parts(scenario: Scenario) -> str | None:
+    """Returns the layout that a recipe can say of a scenario's layers; None if all parts have as many."""
+    num_layers, parts = scenario.num_layers, len(scenario.chunks)
+    return _divided(num_layers, parts) if num_layers % parts else None
+
+
+def _parts(num_layers: int, stages: int, of_each: int, rounding: Any) -> int:
+    parts = ceil(num_layers / of_each)
+    more = -parts % stages
+    return parts + {"up": more, "down": more and more - stages}.get(str(rounding), 0)
+
+
+def _divided(num_layers: int, parts: int) -> str:
+    """Returns the layout whose first parts have a layer more (``generate_hf_model_fqn_per_model_part``)."""
+    each, more = divmod(num_layers, parts)
+    return f"E{'|'.join('t' * (each + (number < more)) for number in range(parts))}L"
 
 
 def composed_of_pipeline(scenario: Scenario) -> dict[str, Any]:
@@ -106,13 +126,23 @@ def composed_of_pipeline(scenario: Scenario) -> dict[str, Any]:
         return {}
     is_interleaved = layout.virtual_pipeline_model_parallel_size > 1
     of_run = scenario.num_microbatches // scenario.state.schedule_runs
+    layers, rounding = _written(scenario) if is_interleaved else (None, None)
     return {
         "schedule": _SCHEDULES[is_interleaved],
-        "layers_of_chunk": scenario.num_layers_of_chunk if is_interleaved else None,
+        "layers_of_chunk": layers,
+        "rounding_of_chunks": rounding,
         "rows_of_stage": scenario.micro_batch_size,
         "micro_batch_size": scenario.micro_batch_size * of_run,
         "defer_fsdp_grad_sync": True,
     }
+
+
+def _written(scenario: Scenario) -> tuple[int | None, str | None]:
+    """Returns the number of layers and the rounding that make as many parts; the default is two on each rank."""
+    num_layers, stages = scenario.num_layers, scenario.layout.pipeline_model_parallel_size
+    pairs = ((layers, rounding) for rounding in (None, "up", "down") for layers in range(1, num_layers + 1))
+    made = (pair for pair in pairs if _parts(num_layers, stages, *pair) == len(scenario.chunks))
+    return next(made, (None, None))
 
 
 def _stages(reading: Reading) -> int:

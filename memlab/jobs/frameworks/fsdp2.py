@@ -14,15 +14,16 @@ from memlab.config.training_state import AttnImplementation
 from memlab.config.transformers_linears import adapted_linears, own_names
 from memlab.jobs.frameworks.adapters import ALL_LINEAR, LORA, RANK
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
-from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Conversion, Key
+from memlab.jobs.frameworks.keys import COUNT, DTYPE, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Blocked, Conversion, Key
 from memlab.jobs.frameworks.megatron_lm import common
 
 FROZEN = "frozen parts have no gradients and no optimizer state"
 OWN_PLAN = "a plan of the job's own may divide other matrices"
-PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower", "embeddings")
-"""What ``freeze_config`` of NeMo Automodel can freeze."""
+PARTS_OF_AUTOMODEL = ("language_model", "vision_tower", "audio_tower")
+"""What ``freeze_config`` of NeMo Automodel can freeze; nothing there reads ``freeze_embeddings`` (36044ad3, 0.7.0)."""
 ATTENTION = get_args(AttnImplementation)
 EXCHANGE = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_deepep_num_sms")
+OF_TOWERS = ("vision_tower", "images_per_sequence", "patches_per_image", "freeze_vision_tower")
 OF_OWN_EXPERTS = ("fake_balanced_gate", "linear_implementation")
 """Options of NeMo Automodel's own classes of models with experts."""
 NO_EXCHANGE = dict.fromkeys(EXCHANGE, "its ranks exchange no tokens of experts") | dict.fromkeys(
@@ -30,6 +31,7 @@ NO_EXCHANGE = dict.fromkeys(EXCHANGE, "its ranks exchange no tokens of experts")
 )
 """For `Framework.cannot_write`, where transformers' classes are built."""
 NO_STAGES = dict.fromkeys(("schedule_runs", "return_outputs"), "its jobs with FSDP have no pipeline stages")
+NO_TOWER = dict.fromkeys(OF_TOWERS, "memlab reads its jobs for texts only")
 """For `Framework.cannot_write`, where ranks share a model by FSDP, and not by stages."""
 FLASH = "flash_attention_2"
 OUTPUT_LAYER = "lm_head"
@@ -244,19 +246,19 @@ def take_adapters(
 
 def freezes_language(reading: Reading, section: str) -> bool:
     """Whether a ``freeze_config`` of NeMo Automodel freezes a part that every language model has."""
-    return any(reading.get(f"{section}.freeze_{part}") for part in ("language_model", "embeddings"))
+    return bool(reading.get(f"{section}.freeze_language_model"))
 
 
-def block(reading: Reading, key: str, what: str, *, is_model: bool = False) -> None:
-    """Notes that memlab does not have what a key asks for: the model, or something that no other model changes."""
+def block(reading: Reading, key: str, what: str, of: Blocked = "job") -> None:
+    """Notes that memlab does not have what a key asks for, and of what that is."""
     entry = reading.entries.by_key.get(key)
     reading.known.add(key)
     place = "" if entry is None else f" {entry.value} ({entry.place})"
-    reading.blocked["model" if is_model else "job"].append(f"{key}{place}: {what}")
+    reading.blocked[of].append(f"{key}{place}: {what}")
 
 
 def check_family(reading: Reading, architecture: Architecture) -> None:
-    """Checks that the engine builds a model's family.
+    """Checks that the engine builds a model's family, and drops ranks of experts for a dense one in the job's place.
 
     Raises:
         ValueError: If it does not.
@@ -267,6 +269,8 @@ def check_family(reading: Reading, architecture: Architecture) -> None:
             f"{architecture.name} is of the family {architecture.family}, which memlab does not build under FSDP2: it "
             f"has {', '.join(families_with('fsdp2'))}"
         )
+    if not architecture.routes and (reading.blocked["model"] or reading.blocked["engine"]):
+        reading.values["expert_model_parallel_size"] = 1
 
 
 def take_types(reading: Reading, *, shards: str, compute: str, reduced: str) -> None:
@@ -299,6 +303,30 @@ def take_adam(reading: Reading) -> None:
     values["adam_implementation"] = "foreach" if is_foreach is not False else "for_loop"
     if values.pop("is_fused", None):
         values["adam_implementation"] = "fused"
+
+
+_OF_FUSED_ADAM = {
+    "exp_avg_dtype": ("exp_avg_dtype", DTYPE),
+    "exp_avg_sq_dtype": ("exp_avg_sq_dtype", DTYPE),
+    "master_weight_dtype": ("main_params_dtype", DTYPE),
+    "master_weights": ("master_weights", SWITCH),
+    "store_param_remainders": ("store_param_remainders", SWITCH),
+}
+"""Arguments of Transformer Engine's FusedAdam, each with memlab's field and how it is read."""
+TYPES_OF_FUSED_ADAM = tuple(field for field, _ in _OF_FUSED_ADAM.values())
+
+
+def take_fused_adam(reading: Reading, section: str) -> None:
+    """Takes what FusedAdam keeps, of a job that memlab does not predict: with other types than fp32 it has none of it.
+
+    Args:
+        reading: Of the job.
+        section: The prefix of the optimizer's arguments.
+    """
+    for name, (field, conversion) in _OF_FUSED_ADAM.items():
+        value = reading.get(f"{section}.{name}")
+        if value is not None:
+            reading.take(f"{section}.{name}", field, conversion.read(value))
 
 
 def composed_of_fsdp2(scenario: Scenario, settings: MemorySettings, library: LibraryOfFsdp2) -> dict[str, Any]:

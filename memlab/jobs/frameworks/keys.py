@@ -26,9 +26,10 @@ class Conversion:
     write: Callable[[Any], Any]
 
 
-Blocked = Literal["model", "towers", "precision", "job"]
+Blocked = Literal["model", "towers", "precision", "engine", "job"]
 """What memlab does not have of a job: its model, which one that the user gives may replace; only the towers of its
-model, beside a language model; the type in which it computes; or what it does, whatever its model is."""
+model, beside a language model; the type in which it computes; the engine that trains, whose fields are known; or what
+it does, whatever its model is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -309,6 +309,14 @@ _NO_LONGER_TAKEN = {
 """Arguments that `validate_args` refuses, each with the one that it names instead."""
 
 
+def complete_refused(reading: Reading) -> None:
+    """Names arguments that Megatron-LM refuses, of a job that memlab refuses before it checks them."""
+    for name, instead in _NO_LONGER_TAKEN.items():
+        if reading.get(name):
+            place = reading.entries.by_key[name].place
+            reading.entries.causes.append(f"{place}: Megatron-LM no longer takes {name}: give {instead}")
+
+
 def complete_chunks(reading: Reading) -> None:
     """Takes the model chunks of a stage, where Megatron-LM's flags do not give them in layers."""
     values = reading.values
@@ -817,6 +825,7 @@ MEGATRON_LM = Framework(
     missing=tuple(row for row in FLAGS_MISSING if row.name != OPTION),
     without_effect=keys_without_effect("megatron_lm") - {key.name for key in _USER_BUFFERS},
     complete=complete,
+    complete_refused=complete_refused,
     check=_check,
     compose=compose,
     fixed={"loss": "cross_entropy", "deallocate_pipeline_outputs": True},

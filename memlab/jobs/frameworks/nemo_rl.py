@@ -105,6 +105,8 @@ PAIRS = {"dpo", "rm"}
 in nemo_rl/algorithms/{dpo,rm}.py)."""
 WITHOUT_GENERATION = {"sft", *PAIRS}
 """Methods that have no inference engine, so nothing leaves the device for one."""
+_TEACHERS_OF_DATA = "teachers"
+"""The section of off-policy distillation, which trains on data (``xtoken_off_policy_distillation.py``, 7ea279ab)."""
 
 
 def _without_default(keys: tuple[Key, ...]) -> tuple[Key, ...]:
@@ -225,6 +227,8 @@ FRAMEWORK_MISSING = (
     # `memlab.jobs.frameworks.nemo_rl_teacher` predicts them where it can.
     Missing("teacher.model_name", "more", "the teacher's passes run between the steps, in processes of its own",
             is_given),
+    Missing(_TEACHERS_OF_DATA, "more", "the teachers' passes run between the steps, in processes of their own, and the "
+            "loss compares logits of the whole vocabularies", is_given),
     Missing("value.model_name", "either", "the value model's steps, in turn with the policy's, are not predicted",
             is_given),
     Missing("on_policy_distillation.enabled", "either", "the teachers' forward passes are not predicted"),
@@ -245,7 +249,7 @@ def complete(reading: Reading) -> None:
     _take_model_of_guide(reading)
     note_replaced_values(reading, "policy.hf_config_overrides")
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
-    generates = "grpo" in sections or not sections & WITHOUT_GENERATION
+    generates = has_engine(sections)
     per_node = complete_ranks(reading)
     if not values.pop("is_checkpointing"):
         values["recompute_granularity"] = None
@@ -266,7 +270,7 @@ def complete(reading: Reading) -> None:
     is_packed_row, is_dynamic = values.pop("is_packed"), values.pop("is_dynamic")
     is_fused = values.pop("is_fused") or not is_packed_row
     values["loss"] = "logprobs_one_hot" if is_fused else "logprobs_by_sequence"
-    if "distillation" in sections:
+    if compares_largest(sections):
         values["loss"], values["logprobs_chunk_size"] = "topk_logits", None
         _drop_filters(reading)
     if not is_packed_row:
@@ -322,6 +326,16 @@ def rows_of_pass(values: dict[str, Any], longest: int, *, is_packed: bool, is_dy
 def compares(reading: Reading) -> bool:
     """Whether a penalty compares the policy with a reference model."""
     return bool(reading.get("loss_fn.reference_policy_kl_penalty", 0.01) != 0)
+
+
+def has_engine(sections: set[str]) -> bool:
+    """Whether a method, by the sections of its file, has an inference engine."""
+    return "grpo" in sections or not sections & {_TEACHERS_OF_DATA, *WITHOUT_GENERATION}
+
+
+def compares_largest(sections: set[str]) -> bool:
+    """Whether a method's loss compares the largest logits of each token with a teacher's."""
+    return "distillation" in sections and _TEACHERS_OF_DATA not in sections
 
 
 def take_phases(

@@ -22,6 +22,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     FROZEN,
     NO_EXCHANGE,
     NO_STAGES,
+    NO_TOWER,
     OWN_PLAN,
     PARTS_OF_AUTOMODEL,
     Own,
@@ -36,6 +37,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     take_adam,
     take_automodel_adapters,
     take_checkpointed_layers,
+    take_fused_adam,
     take_kept,
     take_types,
 )
@@ -44,9 +46,10 @@ from memlab.jobs.frameworks.lines import yaml_lines
 from memlab.jobs.frameworks.nemo_rl import (
     NEMO_RL,
     PAIRS,
-    WITHOUT_GENERATION,
     compares,
+    compares_largest,
     complete_ranks,
+    has_engine,
     rows_of_pass,
     take_longest,
     take_phases,
@@ -83,7 +86,7 @@ _OF_METHODS = (
 )
 _MISSING_OF_METHODS = (
     *("policy.draft", "policy.reward_model_cfg", "policy.quant_cfg", "policy.is_vlm", "distillation"),
-    *("value", "on_policy_distillation", "loss_fn", "policy.generation.top_"),
+    *("value", "teachers", "on_policy_distillation", "loss_fn", "policy.generation.top_"),
 )
 
 KEYS = (
@@ -124,8 +127,13 @@ FRAMEWORK_MISSING = (
     Missing("policy.logprob_chunk_size", "less", "log-probabilities are computed in chunks of tokens", is_given),
 )
 _OF_CLASSES = (f"{_DTENSOR}.automodel_kwargs.backend.", f"{_DTENSOR}.moe_parallelizer.")
-_NOT_OF_CLASSES = ("._target_", ".enable_hf_state_dict_adapter", ".fake_balanced_gate", ".fake_gate_noise")
-"""Keys that only Automodel's own classes of models read, and what of these changes no memory."""
+_READ_BY_CLASSES = (
+    *("attn", "linear", "rms_norm", "rope_fusion", "rope", "experts", "dispatcher", "dispatcher_num_sms"),
+    *("enable_deepep", "gate_precision", "enable_fsdp_optimizations"),
+    *("ignore_router_for_ac", "reshard_after_forward", "lm_head_precision"),
+)
+"""Keys that only Automodel's own classes read and that change memory: of ``BackendConfig`` and of
+``MoEParallelizerConfig`` (36044ad3)."""
 _OF_THIS_POLICY = ("policy.dtensor_cfg.*", "policy.optimizer.kwargs.*")
 """Patterns of keys that have no effect on a job with Megatron, and are read here."""
 
@@ -141,7 +149,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     note_replaced_values(reading, "policy.hf_config_overrides")
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
-    generates = "grpo" in sections or not sections & WITHOUT_GENERATION
+    generates = has_engine(sections)
     del values["is_dtensor"]
     per_node = complete_ranks(reading)
     _take_groups(reading)
@@ -165,7 +173,7 @@ def complete(reading: Reading) -> None:
         if not is_version_2:
             key = f"{_DTENSOR}.activation_checkpointing"
             reading.miss(key, "either", "NeMo-RL checkpoints the parts of a layer, each")
-    if "distillation" in sections:
+    if compares_largest(sections):
         values["loss_of_transformers"] = "topk_logits"
         number = reading.get("distillation.topk_logits_k")
         if isinstance(number, int) and number > LARGEST_OF_TRANSFORMERS:
@@ -188,7 +196,7 @@ def _take_groups(reading: Reading) -> None:
     values = reading.values
     given = [one for one in reading.taken if one.field == "expert_model_parallel_size"]
     if given[-1].memlab_value not in (None, 1):
-        block(reading, given[-1].key, "Automodel's own experts", is_model=True)
+        block(reading, given[-1].key, "Automodel's own experts", of="model")
     values["dp_replicate_size"] = values["dp_replicate_size"] or 1
     if values["tensor_model_parallel_size"] in (None, 1):
         del values["sequence_parallel"]
@@ -204,8 +212,10 @@ def _take_groups(reading: Reading) -> None:
 def _note_classes(reading: Reading) -> None:
     """Names what decides how Automodel's own class of a model computes, since memlab builds transformers' here."""
     for key, entry in reading.entries.by_key.items():
-        is_on = entry.value not in (None, False, {})
-        if is_on and key.startswith(_OF_CLASSES) and not key.endswith(_NOT_OF_CLASSES):
+        if not key.startswith(_OF_CLASSES) or key.rpartition(".")[2] not in _READ_BY_CLASSES:
+            continue
+        reading.known.add(key)
+        if entry.value not in (None, False, {}):
             reading.miss(key, "either", "it decides what Automodel's own class of this model computes and keeps")
 
 
@@ -234,7 +244,9 @@ def _take_rows(reading: Reading, longest: int, *, pairs: bool) -> None:
     if is_packed or is_dynamic:
         key = f"policy.{'sequence_packing' if is_packed else 'dynamic_batching'}.train_mb_tokens"
         tokens = (packed if is_packed else dynamic) or longest * values["micro_batch_size"]
-        take_rows(reading, key, tokens, longest, sequences, is_refused=is_packed)
+        # The budget counts tokens before context parallel ranks share them (``shard_by_batch_size``).
+        context = values["context_parallel_size"] or 1
+        take_rows(reading, key, -(-tokens // context), longest, sequences, is_refused=is_packed)
     else:
         take_sequences(reading, longest, sequences)
         if values["micro_batch_size"] > 1:
@@ -246,6 +258,17 @@ def _take_rows(reading: Reading, longest: int, *, pairs: bool) -> None:
             reading.miss(_PACKING, "either", "memlab predicts torch's attention (sdpa): flash-attn takes 16 bits only")
     elif values.pop("packed_sequences", None):
         reading.miss(_PACKING, "more", "rows are padded, and attention then has a mask")
+    _take_own_attention(reading)
+
+
+def _take_own_attention(reading: Reading) -> None:
+    """Takes the function of attention that a job names (nemo_rl/models/automodel/setup.py, version 2 alone)."""
+    key = f"{_DTENSOR}.automodel_kwargs.attn_implementation"
+    own = reading.get(key) if reading.get(f"{_DTENSOR}._v2") else None
+    if own in ("sdpa", "eager") or (own == FLASH and reading.values["dtype"] == "bf16"):
+        reading.take(key, "attn_implementation", own)
+    elif own is not None:
+        reading.miss(key, "either", f"memlab predicts torch's attention (sdpa), not {own}")
 
 
 def complete_of_model(reading: Reading, architecture: Architecture) -> None:
@@ -255,8 +278,6 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
         ValueError: If not.
     """
     check_family(reading, architecture)
-    if reading.blocked["model"] and not architecture.routes:
-        reading.values["expert_model_parallel_size"] = 1  # of a model in place of the job's, which has experts
     is_transformers_own = reading.get(f"{_DTENSOR}.automodel_kwargs.force_hf") is True
     if architecture.routes and not is_transformers_own and reading.get(f"{_DTENSOR}._v2"):
         reading.lacks.append("Automodel's own experts")
@@ -264,6 +285,12 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
             f"{architecture.name} has experts, of which Automodel has classes of its own, and memlab only those of "
             f"transformers: set {_DTENSOR}.automodel_kwargs.force_hf to true, or leave the job out"
         )
+
+
+def complete_refused(reading: Reading) -> None:
+    """Takes the types of FusedAdam, of a job that memlab cannot predict."""
+    if str(reading.get("policy.optimizer.name")).endswith("FusedAdam"):
+        take_fused_adam(reading, "policy.optimizer.kwargs")
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
@@ -329,12 +356,14 @@ NEMO_RL_DTENSOR = Framework(
     | {row.name for row in NEMO_RL.missing if not row.name.startswith(_MEGATRON)},
     complete=complete,
     complete_of_model=complete_of_model,
+    complete_refused=complete_refused,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     compose=compose,
     packs=is_packed,
     cannot_write=dict.fromkeys(_DECIDED, _SHARDS)
     | NO_EXCHANGE
     | NO_STAGES
+    | NO_TOWER
     | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
     | {
         "grad_reduce_in_bf16": "NeMo-RL reduces gradients in fp32",

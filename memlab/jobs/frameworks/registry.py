@@ -7,7 +7,14 @@ from typing import Any
 
 from memlab.config.option import EngineName
 from memlab.config.validation import shortened
-from memlab.jobs.frameworks import nemo_rl_dtensor, skyrl_fsdp, skyrl_sft_fsdp, verl_fsdp, verl_sft_fsdp
+from memlab.jobs.frameworks import (
+    nemo_rl_dtensor,
+    skyrl_fsdp,
+    skyrl_sft_fsdp,
+    verl_fsdp,
+    verl_own_classes,
+    verl_sft_fsdp,
+)
 from memlab.jobs.frameworks.automodel import AUTOMODEL
 from memlab.jobs.frameworks.bridge import BRIDGE
 from memlab.jobs.frameworks.framework import Framework
@@ -28,14 +35,15 @@ FRAMEWORKS: dict[str, Framework] = {
     framework.name: framework
     for framework in (MEGATRON_LM, AUTOMODEL, BRIDGE, VERL, VERL_SFT, NEMO_RL, SKYRL, SKYRL_SFT, SLIME, MS_SWIFT)
 }
-_OF_OTHER_ENGINES: dict[str, tuple[Callable[[dict[str, Any]], bool], Framework]] = {
-    "nemo-rl": (nemo_rl_dtensor.chooses_dtensor, nemo_rl_dtensor.NEMO_RL_DTENSOR),
-    "skyrl": (skyrl_fsdp.chooses_fsdp, skyrl_fsdp.SKYRL_FSDP),
-    "skyrl-sft": (skyrl_sft_fsdp.chooses_fsdp, skyrl_sft_fsdp.SKYRL_SFT_FSDP),
-    "verl": (verl_fsdp.chooses_fsdp, verl_fsdp.VERL_FSDP),
-    "verl-sft": (verl_sft_fsdp.chooses_fsdp, verl_sft_fsdp.VERL_SFT_FSDP),
+_OF_OTHER_ENGINES: dict[str, tuple[tuple[Callable[[dict[str, Any]], bool], Framework], ...]] = {
+    "nemo-rl": ((nemo_rl_dtensor.chooses_dtensor, nemo_rl_dtensor.NEMO_RL_DTENSOR),),
+    "skyrl": ((skyrl_fsdp.chooses_fsdp, skyrl_fsdp.SKYRL_FSDP),),
+    "skyrl-sft": ((skyrl_sft_fsdp.chooses_fsdp, skyrl_sft_fsdp.SKYRL_SFT_FSDP),),
+    "verl": ((verl_fsdp.chooses_fsdp, verl_fsdp.VERL_FSDP), *verl_own_classes.OF_TRAINER),
+    "verl-sft": ((verl_sft_fsdp.chooses_fsdp, verl_sft_fsdp.VERL_SFT_FSDP), *verl_own_classes.OF_SFT),
 }
-"""For a framework that has several engines: whether the values of a job by key choose the other one."""
+"""For a framework that has several engines, the others: whether the values of a job by key choose one, and its table;
+the first is the one that memlab writes."""
 OF_OTHER_MODELS: dict[str, tuple[str, Framework]] = {
     VERL_CRITIC.name: (VERL.name, VERL_CRITIC),
     SLIME_CRITIC.name: (SLIME.name, SLIME_CRITIC),
@@ -46,7 +54,8 @@ OF_OTHER_MODELS: dict[str, tuple[str, Framework]] = {
 each with the framework whose files have it."""
 TABLES: dict[str, Framework] = (
     FRAMEWORKS
-    | {one.name: one for _, one in (*_OF_OTHER_ENGINES.values(), *OF_OTHER_MODELS.values())}
+    | {one.name: one for others in _OF_OTHER_ENGINES.values() for _, one in others}
+    | {one.name: one for _, one in OF_OTHER_MODELS.values()}
     | {TORCHTITAN.name: TORCHTITAN}
 )
 """All that memlab reads."""
@@ -91,8 +100,7 @@ def table_of(name: str, values: dict[str, Any]) -> Framework:
         name: The framework's.
         values: Of the job, by key.
     """
-    chooses, other = _OF_OTHER_ENGINES.get(name, (None, None))
-    return other if chooses is not None and other is not None and chooses(values) else TABLES[name]
+    return next((one for chooses, one in _OF_OTHER_ENGINES.get(name, ()) if chooses(values)), TABLES[name])
 
 
 def writer_of(name: str, engine: EngineName) -> Framework:
@@ -102,8 +110,7 @@ def writer_of(name: str, engine: EngineName) -> Framework:
         ValueError: If there is no such framework.
     """
     usual = framework_named(name)
-    _, other = _OF_OTHER_ENGINES.get(name, (None, usual))
-    return other if other.engine == engine else usual
+    return next((one for _, one in _OF_OTHER_ENGINES.get(name, ()) if one.engine == engine), usual)
 
 
 def framework_named(name: str, others: Iterable[str] = ()) -> Framework:

@@ -12,7 +12,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.adapters import kind_of
-from memlab.jobs.frameworks.framework import Reading
+from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import PARTS_OF_MULTIMODAL_MODELS, Missing, is_given, missing_under, refusal
 from memlab.jobs.frameworks.megatron_lm import common, named
 from memlab.jobs.model import is_quantized
@@ -222,6 +222,29 @@ def note_other_reference(reading: Reading, pairs: dict[str, tuple[str, str, Any,
             reading.miss(own, "either", f"the reference model's pass is predicted with {what} of the policy")
 
 
+def note_other_section(reading: Reading, own: str, of_policy: str, *, is_there: bool) -> None:
+    """Names each key of a section of the reference model that the policy's section does not have with the same value.
+
+    Args:
+        reading: Of the job.
+        own: The reference model's section.
+        of_policy: The policy's.
+        is_there: Whether the job has a reference model.
+    """
+    for key, entry in reading.entries.by_key.items():
+        name = key.removeprefix(f"{own}.")
+        if name == key:
+            continue
+        reading.known.add(key)
+        is_of_training = name.startswith("recompute_")
+        if (
+            is_there
+            and not is_of_training
+            and entry.value not in (None, {}, reading.entries.get(f"{of_policy}.{name}"))
+        ):
+            reading.miss(key, "either", "the reference model's pass is predicted with the policy's configuration")
+
+
 def take_rollout(
     reading: Reading,
     *,
@@ -421,6 +444,37 @@ def note_padded_rows(reading: Reading, *keys: str) -> None:
     """Notes that micro-batches of a budget of tokens have padding too, by the key that a job gives, or its default."""
     key = next((key for key in keys if key in reading.entries.by_key), keys[0])
     reading.miss(key, "more", "rows are padded")
+
+
+def check_batches(reading: Reading, factors: dict[str, int], micro: tuple[str, int], title: str) -> None:
+    """Checks that the sequences of a copy of the model in a step are a multiple of a micro-batch.
+
+    Args:
+        reading: Of the job, with its layout.
+        factors: Keys whose product is the step's sequences, each with its default.
+        micro: The key of a micro-batch's sequences, with its default.
+        title: The framework that asserts it.
+
+    Raises:
+        CannotStartError: If they are not.
+    """
+    counts = {key: reading.get(key) or default for key, default in factors.items()}
+    key, size = micro[0], reading.get(micro[0]) or micro[1]
+    own = math.prod(counts.values()) // max(1, copies(reading))
+    if own < 1 or own % size:
+        words = " x ".join(f"{name} {count}" for name, count in counts.items())
+        raise CannotStartError(
+            f"a copy of the model has {own} sequences in a step ({words}, by the copies), must be a multiple of {key}, "
+            f"{size}, by a rule of {title}: change one of them",
+            "micro_batch_size",
+        )
+
+
+def refuse_program(reading: Reading, ends: tuple[str, ...]) -> None:
+    """Refuses a job of a program that trains nothing, by how its name ends."""
+    program = reading.entries.program
+    if program is not None and str(program.value).endswith(ends):
+        reading.blocked["job"].append(f"{program.value} ({program.place}): it generates and does not train")
 
 
 def _passes(reading: Reading, sequences: int) -> int:

@@ -16,11 +16,14 @@ from memlab.jobs.frameworks.framework import CannotStartError, Framework, Readin
 from memlab.jobs.frameworks.keys import COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_false, is_given
 from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import (
+    check_batches,
     composed,
     is_packed,
+    note_other_section,
     note_padded_rows,
     note_replaced_values,
     note_segments,
+    refuse_program,
     take_rollout,
     take_rows,
     take_sequences,
@@ -82,6 +85,8 @@ FRAMEWORK_MISSING = (
     Missing("trainer.mtp.enabled", "more", "multi-token prediction: one more layer and set of logits"),
     Missing("trainer.policy.model.fake_int4_qat.enabled", "either", "weights are quantized in forward"),
     Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
+    Missing("trainer.fully_async.simulate_training", "less", "no step is taken: the training is simulated", blocks=True,
+            of="job"),
     Missing(f"{_ENGINE}.model_dtype", "more", "memlab takes the inference engine's weights in 2 bytes",
             lambda value: value not in (None, "auto", "bfloat16", "float16", "half")),
     Missing(f"{_ENGINE}.speculative_config", "more", "the inference engine has a draft model too", is_given),
@@ -91,10 +96,16 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
+WITHOUT_TRAINING = ("serve", "_generate")
+"""How the programs end that only start an inference engine (``skyrl/train/entrypoints``, and Harbor's)."""
+
+
 def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute, attention and what leaves the device between phases."""
     values = reading.values
+    refuse_program(reading, WITHOUT_TRAINING)
     complete_skyrl_adapters(reading, "trainer.policy.model.lora", _MEGATRON)
+    note_reference(reading)
     strategy = values.pop("strategy")
     if strategy != "megatron":
         reading.blocked["job"].append(
@@ -142,6 +153,17 @@ def complete(reading: Reading) -> None:
         key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)
     drop_single_chunk(values)
+
+
+def check(reading: Reading) -> None:
+    """Checks ``validate_batch_sizes`` of skyrl/train/utils/utils.py (0.3.0 and a9564572), and `check_turns`.
+
+    Raises:
+        CannotStartError: If a step's sequences of a copy of the model are no multiple of a micro-batch, or by turns.
+    """
+    check_turns(reading)
+    keys = {"trainer.policy_mini_batch_size": 256, "generator.n_samples_per_prompt": 5}
+    check_batches(reading, keys, ("trainer.micro_train_batch_size_per_gpu", 1), "SkyRL")
 
 
 def longest_row(reading: Reading) -> int:
@@ -198,6 +220,13 @@ def compares(reading: Reading) -> bool:
     algorithm = "trainer.algorithm"
     compares = [reading.get(f"{algorithm}.use_kl_loss", default=True), reading.get(f"{algorithm}.use_kl_in_reward")]
     return any(compares)
+
+
+def note_reference(reading: Reading) -> None:
+    """Names what a reference model is configured with otherwise than the policy."""
+    of_megatron = (f"megatron_config.{part}_config_kwargs" for part in ("transformer", "model"))
+    for section in ("model_config_kwargs", "fsdp_config.wrap_policy", *of_megatron):
+        note_other_section(reading, f"trainer.ref.{section}", f"trainer.policy.{section}", is_there=compares(reading))
 
 
 def _note_parts_of_entropy(reading: Reading) -> None:
@@ -276,8 +305,8 @@ SKYRL = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("skyrl") | megatron_without_effect(_MEGATRON),
     complete=complete,
+    check=check,
     complete_of_model=complete_provider,
-    check=check_turns,
     compose=compose,
     fixed=FIXED,
     packs=is_packed,

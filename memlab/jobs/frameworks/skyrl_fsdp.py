@@ -19,6 +19,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
     NO_EXCHANGE,
     NO_STAGES,
+    NO_TOWER,
     RESHARDING,
     Own,
     attention_key,
@@ -48,18 +49,23 @@ from memlab.jobs.frameworks.reinforcement import (
     note_other_reference,
     note_replaced_values,
     note_segments,
+    refuse_program,
     take_rollout,
     take_rows,
     take_sequences,
 )
 from memlab.jobs.frameworks.skyrl import (
     SKYRL,
-    check_turns,
+    WITHOUT_TRAINING,
     compares,
     engine_of,
     freed_by_reference_model,
     longest_row,
+    note_reference,
     note_skipped_passes,
+)
+from memlab.jobs.frameworks.skyrl import (
+    check as check_batches,
 )
 
 _POLICY = "trainer.policy"
@@ -119,14 +125,24 @@ KEYS = (
     *engine_keys(f"{_POLICY}."),
     Key(f"{_POLICY}.optimizer_config.offload_after_step", "leaves_after_step", SWITCH, True),
 )
+WRAPPED = "classes of the job's own choice are sharded by themselves"
+
+
+def wraps_others(value: Any) -> bool:
+    """Whether the classes that a job shards by themselves are others than layers (``apply_fsdp2``, a9564572)."""
+    names = value if isinstance(value, list) else str(value).strip("[]").split(",")
+    return bool(value) and any(not str(name).strip(" '\"").endswith("DecoderLayer") for name in names)
+
+
 FRAMEWORK_MISSING = (
-    *(row for row in SKYRL.missing if row.name.startswith("generator.")),
+    *(row for row in SKYRL.missing if row.name.startswith(("generator.", "trainer.fully_async."))),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
     Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
     Missing("trainer.flash_attn", "either", "rows are padded, and attention then has a mask", is_false),
     Missing("trainer.remove_microbatch_padding", "more", "rows are padded, and attention then has a mask", is_false),
     Missing("trainer.use_sample_packing", "more", "rows are padded, and attention then has a mask", is_false),
     Missing("trainer.gradient_checkpointing_use_reentrant", "either", "reentrant checkpoints free in another order"),
+    Missing(f"{_FSDP}.wrap_policy.transformer_layer_cls_to_wrap", "either", WRAPPED, wraps_others),
     Missing(f"{_POLICY}.use_torch_compile", "either", "the entropy's functions are compiled"),
     Missing(f"{_POLICY}.language_model_only", "less", "the part for images is left out"),
     Missing(f"{_POLICY}.inference_only_init", "less", "the policy is not trained"),
@@ -141,6 +157,8 @@ def chooses_fsdp(values: dict[str, Any]) -> bool:
 def complete(reading: Reading) -> None:
     """Derives ranks, types, shards, what leaves the device, and rows."""
     values = reading.values
+    refuse_program(reading, WITHOUT_TRAINING)
+    note_reference(reading)
     del values["strategy"]
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     per_node = values.pop("ranks_per_node")
@@ -194,7 +212,7 @@ def check(reading: Reading) -> None:
         CannotStartError: If SkyRL or torch refuses the job.
     """
     check_shards(reading)
-    check_turns(reading)
+    check_batches(reading)
     for key in _OF_MEGATRON_ONLY:
         if reading.get(key):
             raise CannotStartError(
@@ -330,6 +348,7 @@ CANNOT_WRITE = (
     | dict.fromkeys(_NONE_AHEAD, "SkyRL gathers no layer ahead")
     | NO_EXCHANGE
     | NO_STAGES
+    | NO_TOWER
 )
 WITHOUT_OWN_KEY = frozenset(
     (

@@ -27,9 +27,11 @@ from memlab.jobs.frameworks.reinforcement import composed, longest_sequence, not
 from memlab.jobs.frameworks.skyrl_fsdp import (
     CANNOT_WRITE,
     WITHOUT_OWN_KEY,
+    WRAPPED,
     complete_engine,
     engine_keys,
     own_engine,
+    wraps_others,
 )
 from memlab.jobs.frameworks.skyrl_sft import ASK_LENGTH, SKYRL_SFT
 
@@ -42,6 +44,7 @@ KEYS = (*(key for key in SKYRL_SFT.keys if key.field in _TRAINER), *engine_keys(
 MISSING = (
     Missing("remove_microbatch_padding", "more", "rows are padded, and attention then has a mask", is_false),
     Missing("use_sample_packing", "more", "rows are padded, and attention then has a mask", is_false),
+    Missing("fsdp_config.wrap_policy.transformer_layer_cls_to_wrap", "either", WRAPPED, wraps_others),
     Missing("use_torch_compile", "either", "the entropy's functions are compiled"),
 )
 

@@ -58,7 +58,7 @@ def complete(reading: Reading) -> None:
     """Notes that the model is torchtitan's own, and takes what a rank keeps of it."""
     values = reading.values
     model, flavor = values.pop("model"), values.pop("flavor")
-    block(reading, "model.name", _OWN.format(model), is_model=True)
+    block(reading, "model.name", _OWN.format(model), of="model")
     name = _MODELS.get(model, {}).get(flavor)
     if name is not None:
         reading.take("model.flavor", "architecture", name)

@@ -16,8 +16,10 @@ from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, NUMBER, SWITCH, TEXT, 
 from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.megatron_lm import ONLY_OF_VERL_AND_SLIME
 from memlab.jobs.frameworks.reinforcement import (
+    check_batches,
     composed,
     is_packed,
+    note_other_section,
     note_padded_rows,
     note_segments,
     only_segments,
@@ -131,6 +133,8 @@ def complete(reading: Reading) -> None:
     values.setdefault("world_size", nodes * per_node)
     check_engine(reading)
     note_critic(reading, "critic.megatron")
+    section = "megatron.override_transformer_config"
+    note_other_section(reading, f"actor_rollout_ref.ref.{section}", f"{_ACTOR}.{section}", is_there=compares(reading))
     complete_engine(reading, *_PREFIXES)
     longest = values.pop("prompt_length") + values.pop("response_length")
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
@@ -240,6 +244,7 @@ def check(reading: Reading) -> None:
         CannotStartError: If it refuses the job, or the first backward fails (`_check_entropy`).
     """
     _check_entropy(reading)
+    check_sequences(reading)
     key, own = f"{_ROLLOUT}.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"
     is_dynamic = reading.get(own) or False
     of_passes = reading.get(key, is_dynamic) or False
@@ -262,6 +267,17 @@ def check(reading: Reading) -> None:
         )
     if key in reading.entries.by_key:
         reading.without_effect[key] = "the engine spreads experts over its tensor and data parallel ranks in any case"
+
+
+def check_sequences(reading: Reading) -> None:
+    """Checks ``prepare_micro_batches`` in verl/workers/engine/utils.py (0.9.1 and 1dda039b).
+
+    Raises:
+        CannotStartError: If a step's sequences of a copy of the model are no multiple of a micro-batch.
+    """
+    if not reading.get(f"{_ACTOR}.use_dynamic_bsz"):
+        keys = {f"{_ACTOR}.ppo_mini_batch_size": 256, f"{_ROLLOUT}.n": 1}
+        check_batches(reading, keys, (f"{_ACTOR}.ppo_micro_batch_size_per_gpu", 1), "verl")
 
 
 def _check_entropy(reading: Reading) -> None:

@@ -18,6 +18,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     FOREACH,
     NO_EXCHANGE,
     NO_STAGES,
+    NO_TOWER,
     RESHARDING,
     Own,
     attention_key,
@@ -55,6 +56,7 @@ from memlab.jobs.frameworks.reinforcement import (
 )
 from memlab.jobs.frameworks.verl import (
     VERL,
+    check_sequences,
     compares,
     copies_of_bucket,
     note_critic,
@@ -75,9 +77,19 @@ _REFERENCE = {
     ),
 }  # fmt: skip
 """What a reference model can have otherwise than the actor (``config/ref/dp_ref.yaml``, 0.9.1)."""
+_TURBO = {
+    "distributed.fully_shard_parallel_size": "ranks_of_shards",
+    "distributed.tensor_parallel_size": "tensor_model_parallel_size",
+    "distributed.expert_parallel_size": "expert_model_parallel_size",
+    "distributed.ulysses_parallel_size": "ulysses",
+    "memory.recompute": "is_checkpointing",
+}
+"""What FSDP-Turbo reads in place of FSDP's keys, below ``turbo_config`` (``fsdp_turbo_impl.py``), by memlab's field."""
 _SYNC = "use_no_sync_for_gradient_accumulation"
 _PREFIXES = (_FSDP, f"{_ACTOR}.optim", _MODEL)
 """Of the engine, the optimizer and the model."""
+OF_ENGINE = (f"{_FSDP}.", f"{_ACTOR}.optim.", f"{_MODEL}.", f"{_REF}.")
+"""How keys begin that are FSDP's own, or its optimizer's and its model's."""
 _OF_MEGATRON = (f"{_ACTOR}.megatron.", f"{_ACTOR}.optim.", f"{_MODEL}.", "actor_rollout_ref.ref.megatron.")
 _TRAINER = (
     "nodes",
@@ -184,8 +196,6 @@ def complete(reading: Reading) -> None:
     """Derives ranks, types, shards, what leaves the device, and rows."""
     values = reading.values
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
-    per_node = values.pop("ranks_per_node")
-    del values["nodes"]
     engine, configuration = values.pop("model_engine", None), reading.get(f"actor@{_ACTOR}")
     is_chosen = engine is not None or configuration is not None
     if "fsdp_turbo" in (engine, str(configuration).removesuffix("_actor")):
@@ -194,19 +204,34 @@ def complete(reading: Reading) -> None:
         reading.warnings.append(
             "no key chooses an engine, and verl takes FSDP then: give model_engine=megatron for Megatron"
         )
-    reading.known.add("config_name")
-    note_critic(reading, "critic.fsdp")
     complete_engine(reading, *_PREFIXES, strategy=f"{_ACTOR}.strategy", loss=f"{_ACTOR}.policy_loss")
+    complete_trainer(reading, "fsdp", _FSDP)
+    if not reading.blocked["engine"]:  # FSDP-Turbo reduces gradients in each micro-batch
+        take_sync_of_gradients(reading, _FSDP)
+
+
+def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_on_host: bool = True) -> None:
+    """Derives what happens between steps, and rows, of an engine that shards as FSDP does.
+
+    Args:
+        reading: Of the job, with its ranks, its types, its shards and what leaves the device.
+        name: The engine's section below a critic's.
+        engine: The prefix of the engine's keys.
+        has_reference_on_host: Whether a reference model's shards are on the host, wherever the policy's are.
+    """
+    values, per_node = reading.values, reading.values.pop("ranks_per_node")
+    del values["nodes"]
+    reading.known.add("config_name")
+    note_critic(reading, f"critic.{name}")
     if values["is_colocated"]:
         take_allocator(reading)
     if not values["offload_parameters"]:  # ``offload_fsdp_model_to_cpu`` in verl/utils/fsdp_utils.py empties the cache
         reading.warnings.append(
-            f"{_FSDP}.param_offload is off, so verl empties torch's cache at the weight sync only: each phase counts "
+            f"{engine}.param_offload is off, so verl empties torch's cache at the weight sync only: each phase counts "
             "what it needs by itself, and torch may hold more that is left of the phases before"
         )
-    _take_phases(reading, per_node)
+    _take_phases(reading, per_node, has_reference_on_host=has_reference_on_host)
     _take_rows(reading)
-    take_sync_of_gradients(reading, _FSDP)
 
 
 def take_sync_of_gradients(reading: Reading, engine: str) -> None:
@@ -248,7 +273,7 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
     """
     values = reading.values
     note_replaced_values(reading, f"{model}.override_config")
-    _take_strategy(reading, strategy)
+    _take_strategy(reading, strategy, engine)
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
     _take_optimizer(reading, optim)
     take_peft(reading, f"{model}.lora_rank")
@@ -268,13 +293,26 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
         take_checkpointed_layers(reading)
 
 
-def _take_strategy(reading: Reading, key: str) -> None:
+def _take_strategy(reading: Reading, key: str, engine: str) -> None:
     strategy = reading.values["strategy"]
     if strategy not in ("fsdp", "fsdp2"):
-        block(reading, key, f"the engine {strategy}")
+        block(reading, key, f"the engine {strategy}", of="engine")
+    if strategy == "fsdp_turbo":
+        _take_turbo(reading, engine)
     if strategy == "fsdp":
         _drop_policy(reading)
     take_ulysses(reading)
+
+
+def _take_turbo(reading: Reading, engine: str) -> None:
+    """Takes FSDP-Turbo's own keys, and names the others of its section."""
+    start = f"{engine}.turbo_config."
+    for name in [name for name in reading.entries.by_key if name.startswith(start)]:
+        field, value = _TURBO.get(name.removeprefix(start)), reading.get(name)
+        if field is None:
+            reading.miss(name, "either", "it decides what FSDP-Turbo shards, computes and keeps")
+        elif field != "is_checkpointing" or value:
+            reading.take(name, field, SWITCH.read(value) if field == "is_checkpointing" else COUNT.read(value))
 
 
 def _drop_policy(reading: Reading) -> None:
@@ -311,15 +349,17 @@ def _take_optimizer(reading: Reading, optim: str) -> None:
         take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=is_adam)
 
 
-def _take_phases(reading: Reading, per_node: int) -> None:
+def _take_phases(reading: Reading, per_node: int, *, has_reference_on_host: bool) -> None:
     """Takes what the job does between training steps; its engine frees the gradients when a step ends.
 
-    A reference model always has its shards on the host (``_build_fsdp_module`` in transformer_impl.py, 0.9.1), and the
-    policy without adapters takes its place. The policy's pass computes the entropy (``_compute_old_log_prob`` in
-    trainer/ppo/ray_trainer.py), by a function that torch compiles unless told otherwise.
+    With FSDP a reference model always has its shards on the host (``_build_fsdp_module`` in transformer_impl.py,
+    0.9.1), and the policy without adapters takes its place. The policy's pass computes the entropy
+    (``_compute_old_log_prob`` in trainer/ppo/ray_trainer.py), by a function that torch compiles unless told otherwise.
     """
     values, longest = reading.values, reading.values["prompt_length"] + reading.values["response_length"]
-    is_colocated, has_adapters = values.pop("is_colocated"), values.get("lora_rank") is not None
+    # Where memlab has no such adapters, it trains the model, and the job has them still.
+    has_adapters = values.get("lora_rank") is not None or bool(reading.entries.get(f"{_MODEL}.lora_rank"))
+    is_colocated = values.pop("is_colocated")
     policy, reference = rows_of_passes(
         reading, longest, values["tokens_per_rank"],
         is_dynamic=values["is_dynamic"], removes_padding=values["removes_padding"],
@@ -345,7 +385,7 @@ def _take_phases(reading: Reading, per_node: int) -> None:
         reference_pass=ReferencePass(
             seq_length=reference[0],
             micro_batch_size=reference[1],
-            is_on_host=True,
+            is_on_host=has_reference_on_host,
             fp32_shards=shards == "fp32",
             reshards=reshards,
         )
@@ -385,6 +425,16 @@ def _take_rows(reading: Reading) -> None:
         if values.get("micro_batch_size") is None:
             reading.warnings.append(f"{key} is not in the file, so memlab takes 1")
         take_sequences(reading, longest, sequences, packed_by=key if removes_padding else None)
+
+
+def check(reading: Reading) -> None:
+    """Checks groups of shards, and micro-batches.
+
+    Raises:
+        CannotStartError: If verl or torch refuses the job.
+    """
+    check_shards(reading)
+    check_sequences(reading)
 
 
 def composed_of_engine(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
@@ -464,6 +514,7 @@ CANNOT_WRITE = (
     | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
     | NO_EXCHANGE
     | NO_STAGES
+    | NO_TOWER
 )
 """Fields that no trainer of verl with FSDP expresses, each with the reason."""
 WITHOUT_OWN_KEY = frozenset(
@@ -491,7 +542,7 @@ VERL_FSDP = Framework(
     | {row.name for row in VERL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
     complete_of_model=check_family,
-    check=check_shards,
+    check=check,
     versions=VERL.versions,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     compose=compose,

@@ -47,8 +47,15 @@ def complete(reading: Reading) -> None:
     values = reading.values
     reading.known.add("engine")
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
-    del values["nodes"], values["ranks_per_node"]
     complete_engine(reading, *_PREFIXES, strategy="engine.strategy", loss="loss_fn")
+    complete_trainer(reading)
+    take_sync_of_gradients(reading, "engine")
+
+
+def complete_trainer(reading: Reading) -> None:
+    """Derives rows, of a job with its ranks and what its engine does."""
+    values = reading.values
+    del values["nodes"], values["ranks_per_node"]
     longest, sequences, tokens = values.pop("longest"), values.pop("sequences"), values.pop("tokens_per_rank")
     removes_padding = values.pop("removes_padding")
     if values.pop("is_dynamic"):
@@ -57,7 +64,6 @@ def complete(reading: Reading) -> None:
         take_sequences(
             reading, longest, sequences, packed_by="data.micro_batch_size_per_gpu" if removes_padding else None
         )
-    take_sync_of_gradients(reading, "engine")
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:

@@ -18,12 +18,22 @@ from memlab.jobs.bounds import freezes_parameters
 from memlab.jobs.frameworks.framework import NotModelled, Taken
 from memlab.jobs.frameworks.registry import TABLES
 from memlab.jobs.job import Job
+from memlab.jobs.other_models import SHOWN
 from memlab.jobs.writing import written
 from memlab.units import format_bytes
 
 _WIDTH = 118
 _OF_WORKLOAD = ("global_batch_size", "world_size")
 """What a job says beside the options of a scenario."""
+_OF_PHASES = (
+    "is_colocated",
+    "gpu_memory_utilization",
+    "engine_ranks",
+    "rollout_seq_length",
+    "rollout_micro_batch_size",
+)
+"""What a job does between training steps, in short."""
+_OF_SCENARIO = options_of(Scenario)
 _OWN_DEFAULTS: dict[str, Any] = {
     field.name: field.default for cls in (Layout, TrainingState, MemorySettings) for field in fields(cls)
 } | {"micro_batch_size": 1, "dtype": "bf16", "recompute_modules": ("core_attn",)}
@@ -119,7 +129,9 @@ def _of_any_model(common: OfAnyModel) -> list[str]:
 def _as_read(values: dict[str, Any]) -> list[str]:
     """Returns the fields of a job that memlab cannot predict, by the part that has them."""
     parts = {"workload": Scenario, "layout": Layout, "state": TrainingState, "allocator": AllocatorSettings}
-    lines: list[str] = []
+    own = [name for name in SHOWN if name not in _OF_SCENARIO and values.get(name) is not None]
+    sizes = [f"{name} {_short(values[name])}" for name in own]
+    lines = _wrapped(f"{'model':10} {', '.join(sizes)}") if sizes else []
     for part, cls in {**parts, "settings": MemorySettings}.items():
         read = options_of(cls).keys() - unread(cls, values).keys()
         said = {
@@ -129,6 +141,8 @@ def _as_read(values: dict[str, Any]) -> list[str]:
         said |= {name: values[name] for name in _OF_WORKLOAD if part == "workload" and name in values}
         words = ", ".join(name if value is True else f"{name} {_short(value)}" for name, value in said.items())
         lines += _wrapped(f"{part:10} {words}") if words else []
+    phases = [f"{name} {_short(values[name])}" for name in _OF_PHASES if values.get(name) is not None]
+    lines += _wrapped(f"{'rollout':10} {', '.join(phases)}") if phases else []
     return ["as far as memlab read it", *lines] if lines else []
 
 

@@ -1,0 +1,124 @@
+"""Vision towers that transformers' models have beside a language model: what is built, without torch.
+
+Sizes are those of the published ``config.json``; the rest is transformers' own (``models/gemma3`` and ``qwen3_vl``,
+5.24). How many images a sequence has, and of how many patches, is the data's to say, so options ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+VisionTowerName = Literal["gemma-3-4b", "qwen3-vl-4b", "qwen3-vl-8b", "gemma-3-tiny", "qwen3-vl-tiny"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionTower:
+    """A tower with the projector that brings its output to the width of a language model."""
+
+    model_type: str
+    """Of the whole model's ``config.json``."""
+    published: tuple[str, ...]
+    """Names of whole models on Hugging Face, as `memlab.config.architectures.plain_name` has them."""
+    language_model: str
+    """The architecture beside which it is published."""
+    width: int
+    """Of that language model."""
+    config: Mapping[str, Any]
+    """The ``vision_config``."""
+    others: Mapping[str, Any]
+    """Of the whole model's ``config.json``."""
+    num_parameters: int
+    """Of the module that ``freeze_vision_tower`` freezes."""
+    num_parameters_of_projector: int = 0
+    """Outside that module."""
+    patches_of_image: int | None = None
+    """Of models that scale each image to one size; None where the data decides."""
+    patches_of_token: int
+    """How many patches become one token of the sequence."""
+
+    def tokens_of_image(self, patches: int | None) -> int:
+        """Returns how many tokens of the sequence an image with so many patches takes."""
+        return (self.patches_of_image or patches or 0) // self.patches_of_token
+
+    @property
+    def patch_size(self) -> int:
+        """Rows of pixels of a patch, and columns."""
+        return int(self.config["patch_size"])
+
+
+_SIGLIP = {"model_type": "siglip_vision_model", "patch_size": 14, "vision_use_head": False, "attention_dropout": 0.0}
+_QWEN3_VL = {"num_heads": 16, "num_position_embeddings": 2304, "patch_size": 16, "spatial_merge_size": 2}
+VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
+    {
+        # https://huggingface.co/google/gemma-3-4b-it/blob/main/config.json
+        "gemma-3-4b": VisionTower(
+            model_type="gemma3",
+            published=("gemma-3-4b-it", "gemma-3-4b-pt"),
+            language_model="gemma-3-4b-text",
+            width=2560,
+            config=_SIGLIP
+            | {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+            | {"image_size": 896},
+            others={"mm_tokens_per_image": 256},
+            num_parameters=416_866_032,
+            num_parameters_of_projector=2_950_272,
+            patches_of_image=4096,
+            patches_of_token=16,
+        ),
+        # https://huggingface.co/Qwen/Qwen3-VL-4B-Instruct/blob/main/config.json, and likewise
+        "qwen3-vl-4b": VisionTower(
+            model_type="qwen3_vl",
+            published=("qwen3-vl-4b",),
+            language_model="qwen3-4b",
+            width=2560,
+            config=_QWEN3_VL
+            | {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560}
+            | {"deepstack_visual_indexes": [5, 11, 17]},
+            others={},
+            num_parameters=415_347_712,
+            patches_of_token=4,
+        ),
+        "qwen3-vl-8b": VisionTower(
+            model_type="qwen3_vl",
+            published=("qwen3-vl-8b",),
+            language_model="qwen3-8b",
+            width=4096,
+            config=_QWEN3_VL
+            | {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096}
+            | {"deepstack_visual_indexes": [8, 16, 24]},
+            others={},
+            num_parameters=576_388_336,
+            patches_of_token=4,
+        ),
+        "gemma-3-tiny": VisionTower(
+            model_type="gemma3",
+            published=(),
+            language_model="gemma-3-270m",
+            width=640,
+            config=_SIGLIP
+            | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2}
+            | {"image_size": 112},
+            others={"mm_tokens_per_image": 16},
+            num_parameters=142_336,
+            num_parameters_of_projector=41_024,
+            patches_of_image=64,
+            patches_of_token=4,
+        ),
+        "qwen3-vl-tiny": VisionTower(
+            model_type="qwen3_vl",
+            published=(),
+            language_model="qwen3-dense-tiny",
+            width=128,
+            config=_QWEN3_VL
+            | {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 128, "num_heads": 2}
+            | {"deepstack_visual_indexes": [0, 1], "patch_size": 4},
+            others={},
+            num_parameters=551_296,
+            patches_of_token=4,
+        ),
+    }
+)
+assert get_args(VisionTowerName) == tuple(VISION_TOWERS), "each tower has a name that the option's row lists"
