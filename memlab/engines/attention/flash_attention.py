@@ -228,7 +228,7 @@ class _FlashAttention(torch.autograd.Function):
         saved = (grad, query, key, value, output, log_sum_exp)
         options = {"causal": ctx.is_causal, "allocate": ctx.allocate}
         parts = _attend_backward(*saved, ctx.scale, dropped, **options)
-        return *parts, None, None, None, None
+        return *parts, None, None, None, None, None
 
 
 def _attend_in_a_ring(
