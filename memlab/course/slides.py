@@ -13,6 +13,7 @@ from nbconvert import SlidesExporter
 from memlab.regression.run.readable_notebook import make_readable
 from memlab.regression.suite.notebooks import HIDE_INPUT_TAG, RECORD_TAG, has_tag
 from memlab.regression.suite.parameters import read_parameters
+from memlab.views.text.questions import NO_GUESS
 
 PLOTLY_FILE = "plotly.min.js"
 """Draws the figures; it has to be next to the pages."""
@@ -49,6 +50,9 @@ def slides_of(executed: nbformat.NotebookNode) -> str:
         has_output = bool(cell.get("outputs"))
         if has_output and not has_tag(cell, HIDE_INPUT_TAG) and not has_tag(cell, RECORD_TAG):
             cell.metadata["slideshow"] = {"slide_type": "subslide"}
+            for output in cell.outputs:
+                if output.output_type == "stream":  # the course runs labs without anybody who guesses
+                    output.text = output.text.replace(f" {NO_GUESS}", "")
             kept.append(cell)
     notebook.cells = kept
     exporter = SlidesExporter(exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True)
@@ -147,7 +151,8 @@ def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool, is_executed: 
         announced = [_announced(every, table) for table in tables]
         shown = [_without_announcement(each, announced) for each in shown]
         shown = [each for each in shown if each]
-        is_empty = not shown or (is_heading and len(shown) == 1 and not is_executed and not tables)
+        is_bare_heading = section.startswith("##") and len(shown) == 1  # a title alone is a slide
+        is_empty = not shown or (is_bare_heading and not is_executed and not tables)
         texts = [] if is_empty else ["\n\n".join(shown)]
         for number, shown_text in enumerate(texts + announced):
             slide = nbformat.v4.new_markdown_cell(shown_text)

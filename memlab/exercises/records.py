@@ -181,7 +181,9 @@ class Check(Goals):
         if left == [group for group in GROUPS if group in groups]:
             return self.goal(True, f"the step itself leaves only {listed(groups)} on the device")
         what = f"the step itself leaves {listed(left) or 'none of the groups'} on the device"
-        hint = "choose settings; calls of lab.load and lab.offload after the step do not count"
+        others = [group for group in left if group not in groups]
+        gone = [group for group in groups if group not in left]
+        hint = f"which setting offloads {listed(others)}?" if others else f"which setting offloaded {listed(gone)}?"
         return self.goal(False, f"{what}, must leave only {listed(groups)}", hint)
 
     def without_settings(self) -> Self:

@@ -144,10 +144,11 @@ class Fit:
                 margin += f": {format_bytes(self.limit_bytes - self.certain_bytes)} to spare even so"
         if self.verdict_with_most_outside == self.verdict:
             return f"{self.verdict} {size} minus about {outside} outside torch{margin}; based on {self.basis}"
-        most = f"{self.verdict_with_most_outside} if they take {format_bytes(self.most_outside_torch_bytes)}"
+        with_most = self.verdict_with_most_outside
+        less = verdict_margin(with_most, self.gpu_memory_bytes - self.most_outside_torch_bytes, self.peak_range)
+        most = f"{with_most} if they take {format_bytes(self.most_outside_torch_bytes)}, the most that is likely{less}"
         return (
-            f"{self.verdict} {size} if CUDA and NCCL take {outside}, as expected{margin}; {most}, the most that is "
-            f"likely; based on {self.basis}"
+            f"{self.verdict} {size} if CUDA and NCCL take {outside}, as expected{margin}; {most}; based on {self.basis}"
         )
 
 

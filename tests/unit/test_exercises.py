@@ -160,7 +160,10 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             PLAIN,
             ("leaves_on_device", "parameters"),
-            "the step itself leaves parameters, gradients and optimizer state on the device, must leave only parameters",
+            (
+                "the step itself leaves parameters, gradients and optimizer state on the device, must leave only "
+                "parameters. Hint: which setting offloads gradients and optimizer state?"
+            ),
         ),
         (
             with_settings(FULL),
