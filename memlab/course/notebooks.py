@@ -13,6 +13,7 @@ from memlab.regression.suite.notebooks import EXERCISE_TAG, has_tag
 _SUMMARY = r"<summary><strong>Answers?</strong> to the (?:exercise|task)"
 """The first lab has tasks, which nothing checks, in place of exercises."""
 _ANSWERS = re.compile(rf"<details>{_SUMMARY}.*?</details>\n*", re.DOTALL)
+_MISSED = "a goal is missed: the line printed above says how; change the answer, and run its cell and this one again"
 _INSTALL = """\
 import sys
 
@@ -58,7 +59,7 @@ def _graded(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     cell.source = "\n".join(answer).rstrip()
     # An answer with a syntax error does not run, so the check itself has to forget the answer before it.
     judged = [f"{name} = None  # the next check needs a new answer" for name in _judged("\n".join(answer), last)]
-    check.source = "\n".join(["assert bool(", *(f"    {line}" for line in goals), ")", *judged])
+    check.source = "\n".join(["assert bool(", *(f"    {line}" for line in goals), f"), {_MISSED!r}", *judged])
     check.id = f"{cell.id}-check"
     for each, is_answer in ((cell, True), (check, False)):
         name = f"{each.id}"

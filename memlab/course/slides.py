@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import nbformat
 from nbconvert import SlidesExporter
@@ -21,8 +21,18 @@ _LONGEST_PARAGRAPHS = 2
 _LOOK = "**Look at**"
 _ABOUT_THE_NOTEBOOK = re.compile(r"## (Parameters|Preparation for .*|Record)$", re.MULTILINE)
 """Sections that say how to run a notebook, and what its last cell saves."""
-_OF_CELLS = re.compile(r"next (two |three )?cells?\b|fields below|code is (hidden|folded)")
-"""A sentence with these words says what to do in the notebook, or what its code does."""
+_TO_THE_READER = re.compile(r"^(Enter your guesses|Run the next cell)[^.]*\.\s*(Their code is hidden[^.]*\.\s*)?")
+"""What a paragraph may begin with that says what to do in the notebook, and to which nothing after it refers."""
+_NOT_GUESSED = re.compile(rf"(?m)^.*\n  result: .* {re.escape(NO_GUESS)}\n?")
+"""A question with its result. The course runs labs without anybody who guesses."""
+_STYLE = """\
+<style>
+.reveal .slides section section { box-sizing: border-box; max-height: 700px; overflow-y: auto; }
+.reveal .slides .jp-RenderedHTMLCommon table { font-size: 14px; }
+.reveal .slides .jp-RenderedHTMLCommon table :is(th, td) { padding: 0.25em 0.35em; }
+.reveal .slides pre { white-space: pre-wrap; word-break: normal; overflow-wrap: break-word; }
+</style>"""
+"""A slide is 960 x 700 pixels of reveal.js: a taller one scrolls, and the widest table of the labs fits."""
 _FOLDED = re.compile(r"<details.*?</details>", re.DOTALL)
 
 
@@ -49,16 +59,26 @@ def slides_of(executed: nbformat.NotebookNode) -> str:
             continue
         has_output = bool(cell.get("outputs"))
         if has_output and not has_tag(cell, HIDE_INPUT_TAG) and not has_tag(cell, RECORD_TAG):
-            cell.metadata["slideshow"] = {"slide_type": "subslide"}
-            for output in cell.outputs:
-                if output.output_type == "stream":  # the course runs labs without anybody who guesses
-                    output.text = output.text.replace(f" {NO_GUESS}", "")
-            kept.append(cell)
+            kept += _slides_of_outputs(cell)
     notebook.cells = kept
     exporter = SlidesExporter(exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True)
     page, _ = exporter.from_notebook_node(notebook)
     script = f'<script src="{PLOTLY_FILE}"></script>' if num_figures else ""
-    return str(page).replace("</head>", f"{script}</head>", 1)
+    return str(page).replace("</head>", f"{_STYLE}{script}</head>", 1)
+
+
+def _slides_of_outputs(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    """Returns a slide for each output of a cell, without the results of guesses."""
+    slides: list[nbformat.NotebookNode] = []
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            output.text = _NOT_GUESSED.sub("", output.text)
+            if not output.text.strip():
+                continue
+        slide = nbformat.v4.new_code_cell(outputs=[output])
+        slide.metadata["slideshow"] = {"slide_type": "subslide"}
+        slides.append(slide)
+    return slides
 
 
 def _asked(cell: nbformat.NotebookNode, values: Mapping[str, object]) -> list[nbformat.NotebookNode]:
@@ -98,33 +118,10 @@ def _text(node: ast.expr, values: Mapping[str, object]) -> str:
         ) from error
 
 
-def _announced(paragraphs: list[str], table: str) -> str:
-    """Returns a table below the sentence that announces it, which ends with a colon, if there is one."""
+def _announced(paragraphs: list[str], table: str) -> str | None:
+    """Returns the paragraph before a table if it announces the table, which ends with a colon."""
     before = paragraphs[max(paragraphs.index(table) - 1, 0)]
-    if before is table or not before.endswith(":"):
-        return table
-    return f"{_last_sentence(before)}\n\n{table}"
-
-
-def _without_cells(paragraph: str) -> str:
-    """Returns a paragraph without the sentences about the notebook's cells; one that announces a list stays."""
-    sentences = _sentences(paragraph)
-    return " ".join(each for each in sentences if "\n\n" in each or not _OF_CELLS.search(each))
-
-
-def _without_announcement(paragraph: str, announced: Sequence[str]) -> str:
-    """Returns a paragraph without its last sentence where a table's own slide has that."""
-    sentence = _last_sentence(paragraph)
-    repeats = any(table.startswith(f"{sentence}\n\n") for table in announced)
-    return paragraph.removesuffix(sentence).rstrip() if repeats else paragraph
-
-
-def _last_sentence(paragraph: str) -> str:
-    return _sentences(paragraph)[-1]
-
-
-def _sentences(paragraph: str) -> list[str]:
-    return re.split(r"(?<=[.?!]) (?=[A-Z])", paragraph)
+    return before if before is not table and before.endswith(":") else None
 
 
 def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool, is_executed: bool) -> list[nbformat.NotebookNode]:
@@ -143,18 +140,19 @@ def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool, is_executed: 
         # A list or a formula belongs to the paragraph that announces it.
         every = [each for each in re.split(r"\n\n+(?!- |\d+\. |    )", section) if each.strip()]
         tables = [each for each in every if each.startswith("|")]
-        paragraphs = [each for each in every if each not in tables and (has_output or not each.startswith(_LOOK))]
+        announced = {table: _announced(every, table) for table in tables}
+        texts_only = [each for each in every if each not in tables and each not in announced.values()]
+        paragraphs = [each for each in texts_only if has_output or not each.startswith(_LOOK)]
         is_heading = section.startswith("#")
         shown = paragraphs if is_heading else [each for each in paragraphs if each.startswith(_LOOK)]
         shown = shown[: _LONGEST_PARAGRAPHS + is_heading]
-        shown = [_without_cells(each) for each in shown]
-        announced = [_announced(every, table) for table in tables]
-        shown = [_without_announcement(each, announced) for each in shown]
+        shown = [_TO_THE_READER.sub("", each) for each in shown]
         shown = [each for each in shown if each]
         is_bare_heading = section.startswith("##") and len(shown) == 1  # a title alone is a slide
         is_empty = not shown or (is_bare_heading and not is_executed and not tables)
         texts = [] if is_empty else ["\n\n".join(shown)]
-        for number, shown_text in enumerate(texts + announced):
+        of_tables = [f"{before}\n\n{table}" if before else table for table, before in announced.items()]
+        for number, shown_text in enumerate(texts + of_tables):
             slide = nbformat.v4.new_markdown_cell(shown_text)
             kind = "slide" if is_heading and number == 0 else "subslide"
             slide.metadata["slideshow"] = {"slide_type": kind}

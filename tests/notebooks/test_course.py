@@ -56,7 +56,7 @@ def test_a_check_of_a_student_fails_where_a_goal_is_missed(answer: str, passes: 
     if passes:
         exec(lines)  # noqa: S102  # the cells above
     else:
-        with pytest.raises(AssertionError):
+        with pytest.raises(AssertionError, match="a goal is missed: the line printed above says how"):
             exec(lines)  # noqa: S102
 
 
@@ -116,10 +116,15 @@ def test_slides_have_a_lab_s_sections_and_figures_and_no_code(name: str, about_t
     lab = read_notebook(ROOT / "labs" / f"{name}.ipynb")
     step = next(cell for cell in lab.cells if "\nlab = Lab(" in cell.source)
     figure = {"application/vnd.plotly.v1+json": {"data": [], "layout": {"title": "a figure"}}, "text/plain": "its text"}
-    revealed = nbformat.v4.new_output("stream", text="By how much?\n  result: 3 GiB (you entered no guess)\n")
+    printed = "By how much?\n  result: 3 GiB (you entered no guess)\n2 of 3 fit\n"
+    revealed = nbformat.v4.new_output("stream", text=printed)
     step.outputs = [nbformat.v4.new_output("display_data", data=figure), revealed]
     page = slides_of(lab)
-    assert "result: 3 GiB" in page and "entered no guess" not in page
+    assert "By how much?" not in page and "result: 3 GiB" not in page and "entered no guess" not in page
+    of_figure, of_print = (
+        re.search(rf"<section>(?:(?!<section>).)*{text}", page, re.DOTALL) for text in ("a figure", "2 of 3 fit")
+    )
+    assert of_figure and of_print and of_figure.start() != of_print.start(), "each output has a slide of its own"
     headings = re.findall(
         r"(?m)^## (.*)$", "\n".join(cell.source for cell in lab.cells if cell.cell_type == "markdown")
     )
@@ -130,6 +135,26 @@ def test_slides_have_a_lab_s_sections_and_figures_and_no_code(name: str, about_t
     assert "to the exercises" not in page and "lab.step(" not in page
 
 
+def test_a_slide_has_whole_paragraphs() -> None:
+    """A sentence left out can be the one to which the next refers: *it* and *the first* here."""
+    texts = [
+        "## Half\n\nThe next cell recomputes one part. It is the first of two.",
+        "**Look at** it. In the next cell, it grows.",
+    ]
+    run_it = "## Quiz\n\nRun the next cells, choose an answer, and click it. Their code is hidden, because it contains the answers."
+    guess = "## Guess\n\nEnter your guesses in the fields below. phi-4 has 40 layers."
+    cells = [nbformat.v4.new_markdown_cell(text) for text in (texts[0], run_it, guess)]
+    cells[1:1] = [
+        nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", text="3 GiB")]),
+        nbformat.v4.new_markdown_cell(texts[1]),
+    ]
+    parameters = nbformat.v4.new_code_cell("", metadata={"tags": ["parameters"]})
+    shown = re.sub("<[^>]*>", "", slides_of(nbformat.v4.new_notebook(cells=[parameters, *cells])))
+    assert "The next cell recomputes one part. It is the first of two." in shown
+    assert "Look at it. In the next cell, it grows." in shown
+    assert "phi-4 has 40 layers." in shown and "fields below" not in shown and "choose an answer" not in shown
+
+
 def test_a_table_is_a_slide_of_its_own_and_a_folded_one_is_left_out() -> None:
     text = "## Results\n\nLook at these columns. One is of your job (simulated):\n\n| peak | start |\n| --- | --- |\n| high | low |"
     text += "\n\n<details><summary>more</summary>\n\n| folded | |\n| --- | --- |\n\n</details>"
@@ -137,9 +162,10 @@ def test_a_table_is_a_slide_of_its_own_and_a_folded_one_is_left_out() -> None:
     page = slides_of(nbformat.v4.new_notebook(cells=cells))
     assert re.findall("<t[hd][^>]*>([^<]*)</t[hd]>", page) == ["peak", "start", "high", "low"]
     *_, of_table = page.partition("<table")[0].split("<section")
-    assert "One is of your job (simulated):" in of_table and "Look at" not in of_table
-    assert page.count("One is of your job (simulated):") == 1, "its own slide has the sentence"
-    assert "Look at these columns." in page
+    announcement = "Look at these columns. One is of your job (simulated):"
+    assert announcement in of_table
+    assert page.count(announcement) == 1, "only its own slide has the paragraph"
+    assert re.search(r"section \{[^}]*max-height: 700px; overflow-y: auto", page), "a tall slide scrolls"
 
 
 @every_lab
@@ -170,7 +196,7 @@ def test_slides_without_figures_ask_the_questions_and_point_at_nothing_that_is_n
     assert "<strong>Look at</strong>" not in page
     slides = re.findall(r"<section>(.*?)</section>", page, flags=re.DOTALL)
     assert [text for text in slides if "<h2" in text and "<p>" not in text and "<table" not in text] == []
-    assert not re.search("fields below|next cell|code is hidden", shown), "there are no cells on a slide"
+    assert not re.search("fields below|code is hidden", shown), "nobody can enter or run anything on a slide"
     text = "## The sum\n\nTogether they are\n\n    8h bytes\n\nper token.\n\n**Look at** the bars."
     parameters = nbformat.v4.new_code_cell("", metadata={"tags": ["parameters"]})
     page = slides_of(nbformat.v4.new_notebook(cells=[parameters, nbformat.v4.new_markdown_cell(text)]))
