@@ -208,7 +208,8 @@ class Check(Goals):
             now = self._record.recomputed_bytes
             if not now:
                 return self.goal(True, "backward recomputes nothing")
-            return self.goal(False, f"backward recomputes {format_bytes(now)}, must recompute nothing")
+            what = f"backward recomputes {format_bytes(now)}, must recompute nothing"
+            return self.goal(False, what, "leave recompute_granularity and recompute_modules out")
         hint = "recompute fewer modules or fewer layers"
         return self._below("what backward recomputes", self._record.recomputed_bytes, num_bytes, hint)
 

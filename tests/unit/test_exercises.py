@@ -128,7 +128,11 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             ("recomputes_less_than", 2),
             "what backward recomputes is 2 B, must be below 2 B: it is as much",
         ),
-        (replace(PLAIN, recomputed_bytes=2), ("recomputes_less_than", 1), "recomputes 2 B, must recompute nothing"),
+        (
+            replace(PLAIN, recomputed_bytes=2),
+            ("recomputes_less_than", 1),
+            "recompute nothing. Hint: leave recompute_gran",
+        ),
         (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: it is not among offload_modules"),
         (
             replace(PLAIN, without_effect={"offload_modules:moe_act": "all is under min_offloaded_tensor_size"}),
