@@ -19,7 +19,7 @@ PLOTLY_FILE = "plotly.min.js"
 """Draws the figures; it has to be next to the pages."""
 _LONGEST_PARAGRAPHS = 2
 _LOOK = "**Look at**"
-_ABOUT_THE_NOTEBOOK = ("## Parameters", "## Preparation", "## Record")
+_ABOUT_THE_NOTEBOOK = re.compile(r"## (Parameters|Preparation\b.*|Record)$", re.MULTILINE)
 """Sections that say how to run a notebook, and what its last cell saves."""
 _OF_CELLS = re.compile(r"next (two |three )?cells?\b|fields below|code is (hidden|folded)")
 """A sentence with these words says what to do in the notebook, or what its code does."""
@@ -140,7 +140,7 @@ def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool, is_executed: 
     slides = []
     text = _FOLDED.sub("", cell.source).strip()
     for section in re.split(r"(?m)^(?=#{1,2} )", text):
-        if section.startswith(_ABOUT_THE_NOTEBOOK):
+        if _ABOUT_THE_NOTEBOOK.match(section):
             continue
         # A list or a formula belongs to the paragraph that announces it.
         every = [each for each in re.split(r"\n\n+(?!- |\d+\. |    )", section) if each.strip()]
