@@ -464,6 +464,7 @@ _TO_SETTINGS = "name its fields, such as recompute_granularity='full'"
 _TO_STATE = "name its fields, such as grad_reduce_in_bf16=True"
 _TO_PYTHON = {
     "MemorySettings.__init__() takes 1 positional": _TO_SETTINGS,
+    "Lab.step() takes from 1 to 2 positional": "name what follows the settings, such as state=TrainingState(...)",
     "for |: 'MemorySettings'": "write dataclasses.replace(settings, option=value)",
     "FrozenInstanceError: cannot assign": "write dataclasses.replace(settings, option=value), which gives new settings",
     "Residency.offload() got an unexpected keyword": "give the names of groups, such as lab.offload('gradients')",

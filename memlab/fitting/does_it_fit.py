@@ -13,6 +13,7 @@ from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import candidates
 from memlab.fitting.interrupted import Interrupted
 from memlab.fitting.measured_margin import (
+    further_steps_of,
     keeps_fp8_gathers,
     limit_with_margin,
     measured_margin,
@@ -320,7 +321,9 @@ def judge(record: StepRecord, steps: Steps, limit_bytes: int, peak: PeakRange | 
     least_bytes -= peak.more_bytes
     is_doubtful = peak.is_predicted and _needs_whole_reserve(record)
     is_certain = not is_doubtful or _most_reserved_bytes(record) <= least_bytes
-    if not peak.may_be_higher and is_certain and fits(record, steps, least_bytes):
+    # Where later steps find other blocks, a step may complete within a limit and fail within a larger one.
+    both = (least_bytes, limit_bytes - peak.more_bytes) if further_steps_of(record.scenario) else (least_bytes,)
+    if not peak.may_be_higher and is_certain and all(fits(record, steps, each) for each in both):
         return "fits"
     if peak.may_be_lower:
         return "may fit"

@@ -131,7 +131,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             replace(PLAIN, recomputed_bytes=2),
             ("recomputes_less_than", 1),
-            "recompute nothing. Hint: leave recompute_gran",
+            "must recompute nothing. Hint: leave recompute_gran",
         ),
         (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: it is not among offload_modules"),
         (
@@ -509,6 +509,13 @@ def test_an_option_of_the_settings_given_to_the_step_is_told_where_it_belongs(
             Lab.step(None, **{option: ["moe"]})  # type: ignore[arg-type]
         assert not check(answer).peak_below(1)
         assert capsys.readouterr().out.rstrip(".\n").endswith(ending)
+
+
+def test_a_training_state_given_without_its_name_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with Attempt() as answer:
+        Lab.step(None, MemorySettings(), TrainingState())  # type: ignore[arg-type, call-arg]
+    assert not check(answer).peak_below(1)
+    assert capsys.readouterr().out.endswith(": name what follows the settings, such as state=TrainingState(...)\n")
 
 
 GIVEN = {"manual_gc": True}
