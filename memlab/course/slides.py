@@ -19,7 +19,7 @@ PLOTLY_FILE = "plotly.min.js"
 """Draws the figures; it has to be next to the pages."""
 _LONGEST_PARAGRAPHS = 2
 _LOOK = "**Look at**"
-_ABOUT_THE_NOTEBOOK = re.compile(r"## (Parameters|Preparation\b.*|Record)$", re.MULTILINE)
+_ABOUT_THE_NOTEBOOK = re.compile(r"## (Parameters|Preparation for .*|Record)$", re.MULTILINE)
 """Sections that say how to run a notebook, and what its last cell saves."""
 _OF_CELLS = re.compile(r"next (two |three )?cells?\b|fields below|code is (hidden|folded)")
 """A sentence with these words says what to do in the notebook, or what its code does."""
