@@ -32,7 +32,7 @@ _STYLE = """\
 .reveal .slides .jp-RenderedHTMLCommon table :is(th, td) { padding: 0.25em 0.35em; }
 .reveal .slides pre { white-space: pre-wrap; word-break: normal; overflow-wrap: break-word; }
 </style>"""
-"""A slide is 960 x 700 pixels of reveal.js: a taller one scrolls, and the widest table of the labs fits."""
+"""A slide is 1280 x 700 pixels of reveal.js: a taller one scrolls. Compare tables fit into 960."""
 _FOLDED = re.compile(r"<details.*?</details>", re.DOTALL)
 
 
@@ -61,7 +61,8 @@ def slides_of(executed: nbformat.NotebookNode) -> str:
         if has_output and not has_tag(cell, HIDE_INPUT_TAG) and not has_tag(cell, RECORD_TAG):
             kept += _slides_of_outputs(cell)
     notebook.cells = kept
-    exporter = SlidesExporter(exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True)
+    hidden = {"exclude_input": True, "exclude_input_prompt": True, "exclude_output_prompt": True}
+    exporter = SlidesExporter(reveal_width="1280", **hidden)
     page, _ = exporter.from_notebook_node(notebook)
     script = f'<script src="{PLOTLY_FILE}"></script>' if num_figures else ""
     return str(page).replace("</head>", f"{_STYLE}{script}</head>", 1)
