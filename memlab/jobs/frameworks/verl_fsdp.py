@@ -50,6 +50,7 @@ from memlab.jobs.frameworks.reinforcement import (
     note_other_reference,
     note_replaced_values,
     only_segments,
+    sequences_of_a_step,
     take_rollout,
     take_rows,
     take_sequences,
@@ -439,9 +440,12 @@ def check(reading: Reading) -> None:
 
 def composed_of_engine(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns the values by the fields of `engine_keys`, from which `complete_engine` makes the same job."""
+    # verl has no tensor parallelism with FSDP, which `cannot_write` says: such ranks are copies there
+    sequences = sequences_of_a_step(scenario) * scenario.layout.tensor_model_parallel_size
     return (
         composed(scenario, settings)
         | composed_of_fsdp2(scenario, settings, "peft")
+        | dict.fromkeys(("prompts", "sequences"), sequences)
         | {
             "strategy": "fsdp" if scenario.state.fsdp_version == 1 else "fsdp2",
             "library": "torch.optim",
