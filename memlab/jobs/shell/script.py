@@ -391,7 +391,7 @@ class _Reader(Builtins):
         journal: dict[str, tuple[Variable | None, int]] = {}
         self.journals.append(journal)
         arguments, functions, options = self.arguments, dict(self.functions), set(self.options)
-        shifted, doubts = self.num_shifted, list(self.doubts)
+        shifted, doubts, exported = self.num_shifted, list(self.doubts), set(self.exported)
         left = None
         try:
             status = run()
@@ -400,7 +400,7 @@ class _Reader(Builtins):
         self.journals.pop()
         self.arguments, self.functions, self.options, self.num_shifted = arguments, functions, options, shifted
         if is_shell:
-            self.doubts = doubts
+            self.doubts, self.exported = doubts, exported
         changed = {name: line for name, (old, line) in journal.items() if self.variables.get(name) != old}
         for name, (old, _) in journal.items():
             self.restore(name, old)
@@ -598,7 +598,8 @@ class _Reader(Builtins):
         try:
             status = self._execute(words, environment, may_call=not starters)
         finally:
-            self.exported = exported
+            if hidden:
+                self.exported = exported
         if "exec" in starters:
             raise _LeaveError("exit", status, code=self.code)
         return status
@@ -713,12 +714,14 @@ class _Reader(Builtins):
     def _temporarily(self, environment: dict[str, str]) -> Iterator[None]:
         """Sets what stands before a command for as long as the command runs."""
         hidden = {name: self.variables.get(name) for name in environment}
+        added = hidden.keys() - self.exported
         for name, text in environment.items():
             self.put(name, Variable(text))
             self.exported.add(name)
         try:
             yield
         finally:
+            self.exported -= added
             for name, old in hidden.items():
                 self.record(name)
                 self.restore(name, old)
@@ -745,6 +748,7 @@ class _Reader(Builtins):
             doubts, self.doubts = self.doubts, []
             self.calls.append(name)
             self.hidden.append({})
+            exported = set(self.exported)
             try:
                 status = self._run(body)
             except _LeaveError as leave:
@@ -756,6 +760,7 @@ class _Reader(Builtins):
                 returns = any(doubt.kind == "return" for doubt in self.doubts)
                 self.doubts = doubts
                 self.calls.pop()
+                self.exported -= self.hidden[-1].keys() - exported
                 for variable, old in self.hidden.pop().items():
                     self.record(variable)
                     self.restore(variable, old)
