@@ -592,17 +592,23 @@ class _Reader(Builtins):
         words = words[start:]
         if not words:
             return self._coded(_status_of(self.printed_code or "0"), self.printed_code or "0")
-        exported = self.exported
-        if hidden:
-            self.exported = exported - hidden
-        try:
+        with self._withholding(hidden):
             status = self._execute(words, environment, may_call=not starters)
-        finally:
-            if hidden:
-                self.exported = exported
         if "exec" in starters:
             raise _LeaveError("exit", status, code=self.code)
         return status
+
+    @contextmanager
+    def _withholding(self, names: set[str]) -> Iterator[None]:
+        """Keeps variables from the program that a command starts, as ``env -u`` does."""
+        exported = self.exported
+        if names:
+            self.exported = exported - names
+        try:
+            yield
+        finally:
+            if names:
+                self.exported = exported
 
     def _execute(self, words: list[tuple[str, int]], environment: dict[str, str], *, may_call: bool) -> bool | None:
         name = words[0][0]
@@ -664,7 +670,7 @@ class _Reader(Builtins):
                         f"the script sets {name} and does not export it, so the job runs without it, unless the "
                         f"machine has exported it before: write export {name}"
                     )
-            self.snapshots += len(command.variables)
+            self.snapshots += len(command.variables) + len(command.not_exported)
             if self.snapshots > _MOST_SNAPSHOTS:
                 raise ValueError(f"{self.path.name} has more commands and variables than any real script: {_INSTEAD}")
         self.commands.append(command)
