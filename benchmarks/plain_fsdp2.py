@@ -399,8 +399,8 @@ def optimizer_of(job: Job, model: Any) -> Any:
     return FusedAdam(trained, lr=1e-5, **kept)
 
 
-def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, Any]:
-    """Takes three steps, and returns what the last one needed."""
+def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool, num_steps: int = 3) -> dict[str, Any]:
+    """Takes steps, and returns what the last one needed."""
     import torch
 
     memory = torch.cuda if on_gpu else NoMemory()
@@ -412,7 +412,7 @@ def take_steps(job: Job, rank: int, shared: str, *, on_gpu: bool) -> dict[str, A
     device = "cuda" if on_gpu else "cpu"
     inputs = inputs_of(job, model.config.vocab_size, device)
     row: dict[str, Any] = {}
-    for _ in range(3):
+    for _ in range(num_steps):
         gc.collect()
         memory.empty_cache() if not row else None  # as the first step of a lab; the last one reuses what is cached
         memory.synchronize()
@@ -505,31 +505,32 @@ def clip(job: Job, model: Any) -> None:
         torch.nn.utils.clip_grad_norm_(group, 1.0, foreach=True)
 
 
-def predicted_of(job: Job, layout: Any = None) -> dict[str, int]:
-    """Returns what memlab predicts of a job: bytes at the start of its third step, at its peak, and reserved.
+def settings_of(job: Job) -> Any:
+    """Returns memlab's memory settings of a job."""
+    from memlab import MemorySettings
 
-    With a layout, what it predicts of the layout's rank.
+    if not (job.checkpointing or job.selective_ac or job.checkpoint_every):
+        return MemorySettings()
+    return MemorySettings(
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        selective_ac=job.selective_ac,
+        checkpoint_every=job.checkpoint_every,
+    )
 
-    Between the second and the third step, torch still reserves more, up to 10 % for AdamW one tensor at a time.
-    """
-    from memlab import Lab, Layout, MemorySettings, TrainingState
+
+def scenario_of(job: Job, layout: Any = None) -> Any:
+    """Returns memlab's scenario of a job; with a layout, that of the layout's rank."""
+    from memlab import Layout, Scenario, TrainingState
     from memlab.config.architectures import Architecture
     from memlab.config.hugging_face import architecture_fields
     from memlab.config.option import options_of
 
-    settings = None
-    if job.checkpointing or job.selective_ac or job.checkpoint_every:
-        settings = MemorySettings(
-            recompute_granularity="full",
-            recompute_method="uniform",
-            recompute_num_layers=1,
-            selective_ac=job.selective_ac,
-            checkpoint_every=job.checkpoint_every,
-        )
     names = [field.name for field in fields(job) if field.name in options_of(TrainingState)]
     options = {name: getattr(job, name) for name in names}
     state = TrainingState.of_options({name: value for name, value in options.items() if value is not None})
-    names = ["num_layers", "seq_length", "micro_batch_size", "packed_sequences"]
+    names = ["num_layers", "seq_length", "micro_batch_size", "packed_sequences", "num_microbatches"]
     sizes = {name: getattr(job, name) for name in names}
     family, values = MODELS[job.model]
     model: Any = job.model
@@ -537,24 +538,27 @@ def predicted_of(job: Job, layout: Any = None) -> dict[str, int]:
         caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0} if family == "gemma2" else {}
         values = {"model_type": family, "num_hidden_layers": 48, "rms_norm_eps": 1e-6} | caps | values
         model = Architecture(name=job.model, **architecture_fields(values))
-    with Lab(
-        model,
-        **sizes,
-        num_microbatches=job.num_microbatches,
-        dtype="fp32" if job.fp32 else "bf16",
-        engine="fsdp2",
-        layout=layout
-        or Layout(
-            data_parallel_size=job.num_ranks // job.tensor_model_parallel_size // job.context_parallel_size,
-            tensor_model_parallel_size=job.tensor_model_parallel_size,
-            context_parallel_size=job.context_parallel_size,
-            sequence_parallel=job.sequence_parallel or job.tensor_model_parallel_size == 1,
-        ),
-        state=state,
-        backend="simulated",
-    ) as lab:
-        lab.step(settings)  # after a warm-up step
-        record = lab.step(settings)
+    layout = layout or Layout(
+        data_parallel_size=job.num_ranks // job.tensor_model_parallel_size // job.context_parallel_size,
+        tensor_model_parallel_size=job.tensor_model_parallel_size,
+        context_parallel_size=job.context_parallel_size,
+        sequence_parallel=job.sequence_parallel or job.tensor_model_parallel_size == 1,
+    )
+    return Scenario.of(model, **sizes, dtype="fp32" if job.fp32 else "bf16", engine="fsdp2", layout=layout, state=state)
+
+
+def predicted_of(job: Job, layout: Any = None) -> dict[str, int]:
+    """Returns what memlab predicts of a job: bytes at the start of its third step, at its peak, and reserved.
+
+    With a layout, what it predicts of the layout's rank.
+
+    Between the second and the third step, torch still reserves more, up to 10 % for AdamW one tensor at a time.
+    """
+    from memlab import Lab
+
+    with Lab(scenario_of(job, layout), backend="simulated") as lab:
+        lab.step(settings_of(job))  # after a warm-up step
+        record = lab.step(settings_of(job))
     return {
         "start": record.static_bytes,
         "peak": record.peak_allocated_bytes,

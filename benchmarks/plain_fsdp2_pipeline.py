@@ -164,8 +164,8 @@ def join(job: PipelineJob, rank: int, shared: str, *, on_gpu: bool) -> int:
     return job.rank
 
 
-def take_steps(job: PipelineJob, rank: int, shared: str, *, on_gpu: bool) -> dict[str, Any]:
-    """Takes three steps, and returns what the last one needed."""
+def take_steps(job: PipelineJob, rank: int, shared: str, *, on_gpu: bool, num_steps: int = 3) -> dict[str, Any]:
+    """Takes steps, and returns what the last one needed."""
     import torch
     from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
@@ -191,7 +191,7 @@ def take_steps(job: PipelineJob, rank: int, shared: str, *, on_gpu: bool) -> dic
     shape = (num_microbatches * job.micro_batch_size, job.seq_length)
     device = "cuda" if on_gpu else "cpu"
     row: dict[str, Any] = {}
-    for _ in range(3):
+    for _ in range(num_steps):
         gc.collect()
         memory.empty_cache() if not row else None
         memory.synchronize()
@@ -241,18 +241,17 @@ def measure(folder: Path, only: str, seconds: float) -> int:
     return measure_jobs(rehearsed, take_steps, folder, seconds)
 
 
-def predicted_of_rank(job: PipelineJob, rank: int) -> dict[str, int]:
-    """Returns what memlab predicts of a rank of a job (`predicted_of`)."""
+def layout_of(job: PipelineJob, rank: int) -> Any:
+    """Returns memlab's layout of a rank."""
     from memlab import Layout
 
-    layout = Layout(
+    return Layout(
         data_parallel_size=job.num_ranks // job.stages,
         pipeline_model_parallel_size=job.stages,
         virtual_pipeline_model_parallel_size=job.chunks,
         pipeline_model_parallel_layout=f"E{'|'.join('t' * number for number in job.layers_of_parts)}L",
         rank=rank,
     )
-    return predicted_of(job, layout)
 
 
 def ranks_of(job: PipelineJob) -> list[int]:
@@ -263,7 +262,7 @@ def ranks_of(job: PipelineJob) -> list[int]:
 def predict_jobs(file: Path) -> None:
     """Writes what memlab predicts of each job, before it is measured."""
     for job in jobs():
-        ranks = [predicted_of_rank(job, rank) for rank in ranks_of(job)]
+        ranks = [predicted_of(job, layout_of(job, rank)) for rank in ranks_of(job)]
         with file.open("a") as lines:
             lines.write(json.dumps({"name": job.name, "predicted": ranks}) + "\n")
         print(job.name, [{key: round(value / GIB, 3) for key, value in one.items()} for one in ranks], flush=True)
@@ -278,7 +277,10 @@ def predict(file: Path) -> int:
             continue
         job = PipelineJob(**row["job"])
         for rank, measured in zip(ranks_of(job), row["ranks"], strict=True):
-            print(f"{job.name}, rank {rank}: {compared(predicted_of_rank(job, rank), measured, errors)}", flush=True)
+            print(
+                f"{job.name}, rank {rank}: {compared(predicted_of(job, layout_of(job, rank)), measured, errors)}",
+                flush=True,
+            )
     print_summary(errors)
     return sum(abs(percent) > 1 for percent in errors["peak"])
 

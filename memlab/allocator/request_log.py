@@ -7,12 +7,15 @@ alone decides whether a step completes within a limit, and nobody has to take th
 from __future__ import annotations
 
 from array import array
+from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
 
 from memlab.allocator.choice import for_operations
-from memlab.allocator.protocol import EXCHANGE_POOLS, Allocator, Operations
+from memlab.allocator.protocol import EMPTY_CACHE, EXCHANGE_POOLS, NO_BLOCK, Allocator, IntArray, Operations
+from memlab.allocator.rules import rounded_bytes
 
 
 class RequestLog:
@@ -25,20 +28,86 @@ class RequestLog:
     def __init__(self, allocator: Allocator) -> None:
         self._allocator = allocator.copy()
         self._entries = allocator.log = array("q")
+        self._first_of_step = 0
+        """The row with which the last step begins."""
 
-    def completes_within(self, limit_bytes: int) -> bool:
-        """Returns whether an allocator that may reserve `limit_bytes` serves each request."""
+    def step_begins(self) -> None:
+        """Notes that what follows is a step, until the next one begins."""
+        self._first_of_step = len(self._entries) // 3
+
+    def completes_within(self, limit_bytes: int, further_steps: int = 0) -> bool:
+        """Returns whether an allocator that may reserve `limit_bytes` serves each request.
+
+        Args:
+            limit_bytes: What it may reserve.
+            further_steps: How often the last step is repeated. With a limit, what earlier steps have left in the
+                allocator differs from step to step. A step that does not leave as many blocks of each size as it found
+                is not repeated.
+        """
         table = np.array(self._entries, dtype=np.int64).reshape(-1, 3)
         # A slot is a number of a block at the time of the log: before the first row, of the same block of the copy.
         blocks = list(range(int(table[:, 0].max(initial=-1)) + 1))
-        allocator = self._allocator.copy()
-        exchanges = np.flatnonzero(table[:, 0] == EXCHANGE_POOLS).tolist()
-        for first, last in pairwise([-1, *exchanges, len(table)]):
-            operations = Operations(table[first + 1 : last])
-            allocator = for_operations(len(operations), allocator)
-            if len(allocator.run(operations, blocks, limit_bytes).num_bytes) < len(operations):
-                return False
-            if last < len(table):
-                allocator = python = allocator.in_python()
-                python.exchange_pools(of_same_graph=bool(table[last, 2]))
-        return True
+        allocator = _served(self._allocator.copy(), table, blocks, limit_bytes)
+        moves = self._moves(table) if further_steps and allocator is not None else None
+        for _ in range(further_steps if moves is not None else 0):
+            if allocator is None:
+                break
+            assert moves is not None, "the step can be repeated"
+            moved = [blocks[now] for _, now in moves]
+            for _, now in moves:
+                blocks[now] = NO_BLOCK
+            for (before, _), block in zip(moves, moved, strict=True):
+                blocks[before] = block
+            allocator = _served(allocator, table[self._first_of_step :], blocks, limit_bytes)
+        return allocator is not None
+
+    def _moves(self, table: IntArray) -> list[tuple[int, int]] | None:
+        """Returns which slot of the beginning of the last step has which slot's block when the step begins again.
+
+        None if the step does not end with as many blocks of each size and stream as it began with.
+        """
+        live: dict[int, tuple[int, int]] = {}
+        found: dict[int, tuple[int, int]] = {}
+        made: set[int] = set()
+        for number, (slot, num_bytes, stream) in enumerate(table.tolist()):
+            if number == self._first_of_step:
+                found = dict(live)
+            if slot in (EMPTY_CACHE, EXCHANGE_POOLS):
+                continue
+            if num_bytes:
+                live[slot] = (rounded_bytes(num_bytes), stream)
+                made |= {slot} if number >= self._first_of_step else set()
+            else:
+                if slot not in live:  # it is older than the log
+                    if number >= self._first_of_step:
+                        return None
+                    continue
+                del live[slot]
+                made.discard(slot)
+        left = {slot: kind for slot, kind in live.items() if slot in made}
+        gone = {slot: kind for slot, kind in found.items() if slot in made or slot not in live}
+        if Counter(left.values()) != Counter(gone.values()):
+            return None
+        return [
+            (before, now)
+            for kind in sorted(set(left.values()))
+            for before, now in zip(_slots(gone, kind), _slots(left, kind), strict=True)
+        ]
+
+
+def _slots(blocks: dict[int, tuple[int, int]], kind: tuple[int, int]) -> Iterator[int]:
+    return (slot for slot, each in blocks.items() if each == kind)
+
+
+def _served(allocator: Allocator, table: IntArray, blocks: list[int], limit_bytes: int) -> Allocator | None:
+    """Serves a part of a log, and returns the allocator that then has the blocks; None if a request did not fit."""
+    exchanges = np.flatnonzero(table[:, 0] == EXCHANGE_POOLS).tolist()
+    for first, last in pairwise([-1, *exchanges, len(table)]):
+        operations = Operations(table[first + 1 : last])
+        allocator = for_operations(len(operations), allocator)
+        if len(allocator.run(operations, blocks, limit_bytes).num_bytes) < len(operations):
+            return None
+        if last < len(table):
+            allocator = python = allocator.in_python()
+            python.exchange_pools(of_same_graph=bool(table[last, 2]))
+    return allocator

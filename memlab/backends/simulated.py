@@ -19,6 +19,7 @@ from megatron.core.fusions.fused_bias_swiglu import BiasSwiGLUFunction
 from memlab.backends import Backend, fake_collectives
 from memlab.backends.cpu import cuda_replaced
 from memlab.backends.cpu_adam import FakeHostAdam
+from memlab.backends.eager_backward import as_autograd, bytes_beside, eager_backward
 from memlab.backends.fake_cuda import FAKE, FakeCuda
 from memlab.backends.fully_sharded import sharding_on_fake_tensors
 from memlab.backends.fused_adam import FusedAdam
@@ -55,9 +56,9 @@ def backend(reason: str) -> Backend:
         own_layer_provider=OwnProvider,
         join=join_alone,
         active=on_fake_gpu,
-        meter=lambda labels: simulated_meter(labels, MetaResultCache.of_process().answer),
+        meter=lambda labels: simulated_meter(labels, as_autograd(MetaResultCache.of_process().answer), bytes_beside),
         fill_workspaces=_fill_workspaces,
-        sharding=sharding_on_fake_tensors,
+        sharding=sharding_on_fake_gpu,
         versions=known,
     )
 
@@ -70,6 +71,7 @@ def of_the_cpu_backend() -> Backend:
         kind=replace(simulated.kind, has_allocator=False),
         active=on_fake_tensors,
         meter=lambda labels: plain_meter(labels, MetaResultCache.of_process().answer),
+        sharding=sharding_on_fake_tensors,
         fill_workspaces=lambda scenario: None,
     )
 
@@ -98,8 +100,9 @@ def predicting(backend_name: str) -> Backend:
 def _fill_workspaces(scenario: Scenario) -> None:
     if scenario.engine == "fsdp2":
         is_of_te = scenario.state.linear_implementation == "te"
-        # At first products it was not compared with a GPU.
-        hold_fake_workspaces(cublas=multiplies_with_torch(scenario), linears=is_of_te, before=LIBRARIES)
+        # With Transformer Engine's linears, at first products, it was not compared with a GPU.
+        before = LIBRARIES if is_of_te else ()
+        hold_fake_workspaces(cublas=multiplies_with_torch(scenario), linears=is_of_te, before=before)
         return
     grouped = has_experts(scenario)
     beside = grouped and scenario.state.moe_shared_expert_overlap and scenario.architecture.moe_shared_expert_gate
@@ -137,6 +140,13 @@ def on_fake_tensors() -> Iterator[None]:
 
 _norm_backward = with_workspace(torch_functions.norm_backward)
 _attention_backward = staticmethod(workspace.with_workspace(CausalAttention.backward))
+
+
+@contextmanager
+def sharding_on_fake_gpu() -> Iterator[None]:
+    """As `sharding_on_fake_tensors`, with what autograd and torch's kernels of transformers' modules do on a GPU."""
+    with sharding_on_fake_tensors(), eager_backward():
+        yield
 
 
 @contextmanager

@@ -13,12 +13,13 @@ from nbconvert import SlidesExporter
 from memlab.regression.run.readable_notebook import make_readable
 from memlab.regression.suite.notebooks import HIDE_INPUT_TAG, RECORD_TAG, has_tag
 from memlab.regression.suite.parameters import read_parameters
+from memlab.views.text.questions import NO_GUESS
 
 PLOTLY_FILE = "plotly.min.js"
 """Draws the figures; it has to be next to the pages."""
 _LONGEST_PARAGRAPHS = 2
 _LOOK = "**Look at**"
-_ABOUT_THE_NOTEBOOK = ("## Parameters", "## Preparation", "## Record")
+_ABOUT_THE_NOTEBOOK = re.compile(r"## (Parameters|Preparation for .*|Record)$", re.MULTILINE)
 """Sections that say how to run a notebook, and what its last cell saves."""
 _OF_CELLS = re.compile(r"next (two |three )?cells?\b|fields below|code is (hidden|folded)")
 """A sentence with these words says what to do in the notebook, or what its code does."""
@@ -49,6 +50,9 @@ def slides_of(executed: nbformat.NotebookNode) -> str:
         has_output = bool(cell.get("outputs"))
         if has_output and not has_tag(cell, HIDE_INPUT_TAG) and not has_tag(cell, RECORD_TAG):
             cell.metadata["slideshow"] = {"slide_type": "subslide"}
+            for output in cell.outputs:
+                if output.output_type == "stream":  # the course runs labs without anybody who guesses
+                    output.text = output.text.replace(f" {NO_GUESS}", "")
             kept.append(cell)
     notebook.cells = kept
     exporter = SlidesExporter(exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True)
@@ -134,7 +138,7 @@ def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool, is_executed: 
     slides = []
     text = _FOLDED.sub("", cell.source).strip()
     for section in re.split(r"(?m)^(?=#{1,2} )", text):
-        if section.startswith(_ABOUT_THE_NOTEBOOK):
+        if _ABOUT_THE_NOTEBOOK.match(section):
             continue
         # A list or a formula belongs to the paragraph that announces it.
         every = [each for each in re.split(r"\n\n+(?!- |\d+\. |    )", section) if each.strip()]
@@ -147,7 +151,8 @@ def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool, is_executed: 
         announced = [_announced(every, table) for table in tables]
         shown = [_without_announcement(each, announced) for each in shown]
         shown = [each for each in shown if each]
-        is_empty = not shown or (is_heading and len(shown) == 1 and not is_executed and not tables)
+        is_bare_heading = section.startswith("##") and len(shown) == 1  # a title alone is a slide
+        is_empty = not shown or (is_bare_heading and not is_executed and not tables)
         texts = [] if is_empty else ["\n\n".join(shown)]
         for number, shown_text in enumerate(texts + announced):
             slide = nbformat.v4.new_markdown_cell(shown_text)

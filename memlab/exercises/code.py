@@ -16,6 +16,8 @@ KINDS = ("leak", "retention", "growth", "spike")
 """What a function that classifies a run may answer."""
 _UNSET = "a buffer has what the text names, and what your release has set by then: ask for it with getattr or hasattr"
 """What to do about an attribute that a buffer does not have."""
+_OF_LISTS = "buffers and expert_parallel_buffers are lists: add them with +, and go through the buffers of the sum"
+"""What to do about an attribute of a buffer that is asked of a list of them."""
 _OF_MODEL = "model has the lists buffers and expert_parallel_buffers, and what your release has set by then"
 """What to do about an attribute that the model does not have."""
 _SWAPPED = "your load frees the gradients: if it is the release, write check((release, load))"
@@ -70,6 +72,7 @@ class CodeCheck(Goals):
                     of_size = of_size if call == lab.offload else hint
                     # Other errors say themselves what to do.
                     known = {"whose storage has": of_size, "'_Buffer' object": _UNSET, "'_Model' object": _OF_MODEL}
+                    known["'list' object"] = _OF_LISTS
                     action = next((action for part, action in known.items() if part in error), "")
                     return self.goal(False, f"{what}: {error}", action)
                 audit = lab.audit_residency()

@@ -56,7 +56,8 @@ class Goals:
                 raise AttributeError(name)
             kind, hint = _ASKED_BY.get(name, ("the record of a step", self.to_record))
             what = f"the check got {self.subject}, must get {kind}"
-            return lambda *_, **__: self.goal(False, what, self.to_anything or hint)
+            action = hint if kind == _FUNCTION[0] else self.to_anything or hint
+            return lambda *_, **__: self.goal(False, what, action)
 
 
 class NoAnswer(Goals):
@@ -81,7 +82,10 @@ _FORMULA = (
     "one number per case",
     "replace only the 0 in the marked line, so that the answer is a list of numbers, not of texts or functions",
 )
-_FUNCTION = "a function", "leave the lines with def as they are, and write your code below them"
+_FUNCTION = (
+    "a function",
+    "leave the lines with def as they are, write your code below them, and run their cell before the check",
+)
 _AUDIT = "an audit", "change only the marked line: the check itself takes the audit"
 _ASKED_BY = {
     "is_exactly": _FORMULA,

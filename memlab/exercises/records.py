@@ -181,7 +181,9 @@ class Check(Goals):
         if left == [group for group in GROUPS if group in groups]:
             return self.goal(True, f"the step itself leaves only {listed(groups)} on the device")
         what = f"the step itself leaves {listed(left) or 'none of the groups'} on the device"
-        hint = "choose settings; calls of lab.load and lab.offload after the step do not count"
+        others = [group for group in left if group not in groups]
+        gone = [group for group in groups if group not in left]
+        hint = f"which setting offloads {listed(others)}?" if others else f"which setting offloaded {listed(gone)}?"
         return self.goal(False, f"{what}, must leave only {listed(groups)}", hint)
 
     def without_settings(self) -> Self:
@@ -206,7 +208,8 @@ class Check(Goals):
             now = self._record.recomputed_bytes
             if not now:
                 return self.goal(True, "backward recomputes nothing")
-            return self.goal(False, f"backward recomputes {format_bytes(now)}, must recompute nothing")
+            what = f"backward recomputes {format_bytes(now)}, must recompute nothing"
+            return self.goal(False, what, "leave recompute_granularity and recompute_modules out")
         hint = "recompute fewer modules or fewer layers"
         return self._below("what backward recomputes", self._record.recomputed_bytes, num_bytes, hint)
 
@@ -461,6 +464,7 @@ _TO_SETTINGS = "name its fields, such as recompute_granularity='full'"
 _TO_STATE = "name its fields, such as grad_reduce_in_bf16=True"
 _TO_PYTHON = {
     "MemorySettings.__init__() takes 1 positional": _TO_SETTINGS,
+    "Lab.step() takes from 1 to 2 positional": "name what follows the settings, such as state=TrainingState(...)",
     "for |: 'MemorySettings'": "write dataclasses.replace(settings, option=value)",
     "FrozenInstanceError: cannot assign": "write dataclasses.replace(settings, option=value), which gives new settings",
     "Residency.offload() got an unexpected keyword": "give the names of groups, such as lab.offload('gradients')",

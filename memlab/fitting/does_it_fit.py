@@ -13,6 +13,7 @@ from memlab.config.settings import MemorySettings
 from memlab.fitting.candidates import candidates
 from memlab.fitting.interrupted import Interrupted
 from memlab.fitting.measured_margin import (
+    further_steps_of,
     keeps_fp8_gathers,
     limit_with_margin,
     measured_margin,
@@ -143,10 +144,11 @@ class Fit:
                 margin += f": {format_bytes(self.limit_bytes - self.certain_bytes)} to spare even so"
         if self.verdict_with_most_outside == self.verdict:
             return f"{self.verdict} {size} minus about {outside} outside torch{margin}; based on {self.basis}"
-        most = f"{self.verdict_with_most_outside} if they take {format_bytes(self.most_outside_torch_bytes)}"
+        with_most = self.verdict_with_most_outside
+        less = verdict_margin(with_most, self.gpu_memory_bytes - self.most_outside_torch_bytes, self.peak_range)
+        most = f"{with_most} if they take {format_bytes(self.most_outside_torch_bytes)}, the most that is likely{less}"
         return (
-            f"{self.verdict} {size} if CUDA and NCCL take {outside}, as expected{margin}; {most}, the most that is "
-            f"likely; based on {self.basis}"
+            f"{self.verdict} {size} if CUDA and NCCL take {outside}, as expected{margin}; {most}; based on {self.basis}"
         )
 
 
@@ -319,7 +321,9 @@ def judge(record: StepRecord, steps: Steps, limit_bytes: int, peak: PeakRange | 
     least_bytes -= peak.more_bytes
     is_doubtful = peak.is_predicted and _needs_whole_reserve(record)
     is_certain = not is_doubtful or _most_reserved_bytes(record) <= least_bytes
-    if not peak.may_be_higher and is_certain and fits(record, steps, least_bytes):
+    # Where later steps find other blocks, a step may complete within a limit and fail within a larger one.
+    both = (least_bytes, limit_bytes - peak.more_bytes) if further_steps_of(record.scenario) else (least_bytes,)
+    if not peak.may_be_higher and is_certain and all(fits(record, steps, each) for each in both):
         return "fits"
     if peak.may_be_lower:
         return "may fit"

@@ -10,6 +10,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_whole_number
 from memlab.fitting.does_it_fit import Fit, judge_fit
+from memlab.fitting.measured_margin import further_steps_of
 from memlab.lab.one_process import OneProcess
 from memlab.lab.request import PassRequest, StepRequest
 from memlab.lab.session import Session
@@ -93,13 +94,15 @@ class _StepsFromTheStart(_StepsOfLab):
 
     def completes(self, record: StepRecord, limit_bytes: int) -> bool:
         """Implements `memlab.fitting.does_it_fit.Steps.completes`: an allocator with the limit gets the requests."""
-        if record.step_index <= _STEPS_BEFORE_IN_A_NEW_PROCESS and (record.peak_reserved_bytes or 0) <= limit_bytes:
+        further_steps = further_steps_of(record.scenario)
+        is_within = (record.peak_reserved_bytes or 0) <= limit_bytes
+        if record.step_index <= _STEPS_BEFORE_IN_A_NEW_PROCESS and is_within and not further_steps:
             return True
         if record is not self._last and self.starts_over:
             self(record.settings)
         if self._requests is None:
             return super().completes(record, limit_bytes)
-        return self._requests.completes_within(limit_bytes)
+        return self._requests.completes_within(limit_bytes, further_steps)
 
 
 def judge_with_steps(session: Session, record: StepRecord, gpu_memory: str | int, own: Scenario) -> Fit:

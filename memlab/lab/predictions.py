@@ -17,6 +17,7 @@ from memlab.config.layout import Layout
 from memlab.config.routing import Routing
 from memlab.config.scenario import WORKLOAD, Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
+from memlab.fitting.measured_margin import further_steps_of
 from memlab.lab.lab import Lab
 from memlab.lab.search_steps import stepping
 from memlab.record.step_record import StepRecord
@@ -141,4 +142,5 @@ def predict_limit(scenario: Scenario, settings: MemorySettings) -> Limit:
             assert steps.requests is not None, "torch's allocator is simulated"
             taken.append((record, steps.requests))
     most, _ = max(taken, key=lambda each: each[0].peak_reserved_bytes or 0)
-    return Limit.find(most, lambda limit_bytes: all(log.completes_within(limit_bytes) for _, log in taken))
+    further_steps = further_steps_of(scenario)
+    return Limit.find(most, lambda limit: all(log.completes_within(limit, further_steps) for _, log in taken))

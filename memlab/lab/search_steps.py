@@ -14,6 +14,7 @@ from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.interrupted import Interrupted
+from memlab.fitting.measured_margin import further_steps_of
 from memlab.fitting.prediction import Prediction
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.lab.request import PassRequest
@@ -98,15 +99,16 @@ class SimulatedSteps:
         The first predicted step of a lab that reserved no more has completed within the limit already, and is not taken
         again.
         """
-        is_first = record.step_index == 1 and KINDS[record.backend].is_prediction
+        further_steps = further_steps_of(record.scenario)
+        is_first = record.step_index == 1 and KINDS[record.backend].is_prediction and not further_steps
         if is_first and record.peak_reserved_bytes is not None and record.peak_reserved_bytes <= limit_bytes:
             return True
         if record is not self._last or self.requests is None:
             record = self(record.settings)
         reserved_bytes = record.peak_reserved_bytes
-        if self.requests is None or reserved_bytes is None or reserved_bytes <= limit_bytes:
+        if self.requests is None or reserved_bytes is None or (reserved_bytes <= limit_bytes and not further_steps):
             return True
-        return self.requests.completes_within(limit_bytes)
+        return self.requests.completes_within(limit_bytes, further_steps)
 
     def pass_after(self, record: StepRecord, scenario: Scenario) -> StepRecord:
         """Takes a forward-only pass, after one to warm up, on the model that has taken a step.

@@ -51,6 +51,7 @@ class CachingMemory:
         self._waiting_blocks: list[int] = []
         self._pinned = PinnedMemory()
         self._limit_bytes: int | None = None
+        self._requests: RequestLog | None = None
         self._waiting: dict[Product, list[StorageAllocation]] = {}
         """What is allocated at the first matrix product of a kind (`memlab.meter.labels.allocated_at_first`)."""
         self._has_stepped = False
@@ -180,6 +181,8 @@ class CachingMemory:
 
     def opening(self, live: list[StorageAllocation]) -> Opening:
         self.is_special = False
+        if self._requests is not None:
+            self._requests.step_begins()
         if self._waiting and self._has_stepped and self._limit_bytes is None:
             for product in list(self._waiting):  # such as backward's, of passes without it: counted, they are there
                 self._place(product)
@@ -205,8 +208,10 @@ class CachingMemory:
         """Implements `Meter.logging_requests`."""
         assert self._limit_bytes is None, "with a limit, requests are tried on copies of the allocator"
         try:
-            yield RequestLog(self.allocator)
+            self._requests = RequestLog(self.allocator)
+            yield self._requests
         finally:
+            self._requests = None
             self.allocator.log = None  # it may have taken over from that of the beginning, with the log
 
     def remember(self, live: Callable[[], list[StorageAllocation]]) -> Callable[[], bool]:

@@ -51,17 +51,17 @@ class ObserveResults(EagerMode):
     Args:
         report: Called with an operation's results and arguments when it has returned.
         answer: Returns the results. A dispatch mode of its own would take as long again for each operation.
-        multiplied: Called after each matrix product has been reported, if it is given.
+        afterwards: Called with each operation of `WATCHED`, its arguments and its result after they have been reported.
     """
 
     def __init__(
         self,
         report: Callable[[Any, Any], None],
         answer: Answer = computed,
-        multiplied: Callable[[], None] | None = None,
+        afterwards: Callable[[Any, Any, Any], None] | None = None,
     ) -> None:
         super().__init__()
-        self._report, self._answer, self._multiplied = report, answer, multiplied
+        self._report, self._answer, self._afterwards = report, answer, afterwards
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A wrapper, such as a DTensor, has no memory. What it does with its parts is seen if torch asks it next.
@@ -69,17 +69,19 @@ class ObserveResults(EagerMode):
             return NotImplemented
         results = self._answer(func, args, kwargs or {})
         self._report(results, args)
-        if self._multiplied is not None and id(func) in _PRODUCTS:
-            self._multiplied()
+        if self._afterwards is not None and id(func) in WATCHED:
+            self._afterwards(func, args, results)
         return results
 
 
-_PRODUCTS = frozenset(
+PRODUCTS = frozenset(
     id(operation)
     for name in ("mm", "addmm", "bmm", "baddbmm")
     for operation in (getattr(torch.ops.aten, name).default, getattr(torch.ops.aten, name).out)
 )
 """By the identity of the operation, because torch computes its hash in Python."""
+WATCHED = PRODUCTS | {id(torch.ops.aten.sum.dim_IntList)}
+"""Operations that do more on a GPU than making a result."""
 
 
 @contextmanager

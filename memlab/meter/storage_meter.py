@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from memlab.meter.caching_memory import CachingMemory
 from memlab.meter.events import EventLog
 from memlab.meter.labels import Labels
 from memlab.meter.memory import PlainMemory
-from memlab.meter.observers import Answer, ObserveResults, computed, observe_resizes, unobserved
+from memlab.meter.observers import PRODUCTS, Answer, ObserveResults, computed, observe_resizes, unobserved
 from memlab.meter.repeater import Repeater
 from memlab.meter.storages import Storages
 from memlab.record.device_bytes import DeviceBytes
@@ -164,8 +165,16 @@ def plain_meter(labels: Labels, answer: Answer = computed) -> StorageMeter:
     return StorageMeter(labels, storages, lambda: ObserveResults(storages.after_operation, answer))
 
 
-def simulated_meter(labels: Labels, answer: Answer = computed) -> StorageMeter:
-    """Returns a meter that counts fake tensors as if they were on a GPU; for the arguments see `plain_meter`."""
+def simulated_meter(
+    labels: Labels, answer: Answer = computed, bytes_beside: Callable[[Any, Any, Any], int] = lambda *_: 0
+) -> StorageMeter:
+    """Returns a meter that counts fake tensors as if they were on a GPU.
+
+    Args:
+        labels: As for `plain_meter`.
+        answer: As for `plain_meter`.
+        bytes_beside: Returns what the kernel of an operation with such arguments and such a result allocates and frees.
+    """
     log = EventLog(labels)
     memory = CachingMemory(labels, log)
     storages = Storages(labels, log, memory)
@@ -175,11 +184,15 @@ def simulated_meter(labels: Labels, answer: Answer = computed) -> StorageMeter:
     labels.on_other_user = lambda tensor: memory.keep_in_graph(storages.allocation_of(tensor))
     repeater = Repeater(labels, log, memory, storages)
 
-    def multiplied() -> None:
-        if labels.on_product is not None and not labels.fused_depth:
+    def afterwards(operation: Any, arguments: Any, result: torch.Tensor) -> None:
+        if id(operation) not in PRODUCTS:
+            num_bytes = bytes_beside(operation, arguments, result)
+            if num_bytes:  # it is freed at once
+                storages.after_operation(torch.empty(num_bytes, dtype=torch.uint8, device=result.device), ())
+        elif labels.on_product is not None and not labels.fused_depth:
             labels.on_product("backward" if labels.phase == _BACKWARD else "forward")
 
     def observed() -> ObserveResults:
-        return ObserveResults(storages.after_operation, answer, multiplied)
+        return ObserveResults(storages.after_operation, answer, afterwards)
 
     return StorageMeter(labels, storages, observed, repeater)

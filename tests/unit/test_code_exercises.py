@@ -636,7 +636,13 @@ def test_one_function_where_two_belong_together_is_named(capsys: pytest.CaptureF
 
 def test_functions_that_a_cell_has_judged_already_are_asked_for_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert not check((None, None)).moves_gradients_of(None)  # type: ignore[arg-type]
-    assert "of the type NoneType, must get a function. Hint: " in capsys.readouterr().out
+    assert "of the type NoneType, must get a function. Hint: leave the lines with def as " in capsys.readouterr().out
+
+
+def test_a_list_of_buffers_that_is_taken_for_a_buffer_gets_a_hint(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    body = "for buffer in [model.buffers, model.expert_parallel_buffers]: buffer.grad_data.storage().resize_(0)"
+    assert not check((function(body, "model"), function(LOAD, "model"))).moves_gradients_of(lab)
+    assert "'list' object has no attribute 'grad_data'. Hint: buffers and expert_parallel" in capsys.readouterr().out
 
 
 def test_an_error_in_a_release_gets_a_hint_about_a_release(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:

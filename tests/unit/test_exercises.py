@@ -128,7 +128,11 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             ("recomputes_less_than", 2),
             "what backward recomputes is 2 B, must be below 2 B: it is as much",
         ),
-        (replace(PLAIN, recomputed_bytes=2), ("recomputes_less_than", 1), "recomputes 2 B, must recompute nothing"),
+        (
+            replace(PLAIN, recomputed_bytes=2),
+            ("recomputes_less_than", 1),
+            "must recompute nothing. Hint: leave recompute_gran",
+        ),
         (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: it is not among offload_modules"),
         (
             replace(PLAIN, without_effect={"offload_modules:moe_act": "all is under min_offloaded_tensor_size"}),
@@ -160,7 +164,10 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             PLAIN,
             ("leaves_on_device", "parameters"),
-            "the step itself leaves parameters, gradients and optimizer state on the device, must leave only parameters",
+            (
+                "the step itself leaves parameters, gradients and optimizer state on the device, must leave only "
+                "parameters. Hint: which setting offloads gradients and optimizer state?"
+            ),
         ),
         (
             with_settings(FULL),
@@ -502,6 +509,13 @@ def test_an_option_of_the_settings_given_to_the_step_is_told_where_it_belongs(
             Lab.step(None, **{option: ["moe"]})  # type: ignore[arg-type]
         assert not check(answer).peak_below(1)
         assert capsys.readouterr().out.rstrip(".\n").endswith(ending)
+
+
+def test_a_training_state_given_without_its_name_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with Attempt() as answer:
+        Lab.step(None, MemorySettings(), TrainingState())  # type: ignore[arg-type, call-arg]
+    assert not check(answer).peak_below(1)
+    assert capsys.readouterr().out.endswith(": name what follows the settings, such as state=TrainingState(...)\n")
 
 
 GIVEN = {"manual_gc": True}

@@ -104,7 +104,14 @@ def test_a_flat_gradient_is_of_the_stream_that_gathers() -> None:
 
 def test_blocks_that_wait_for_other_streams_may_reserve_more() -> None:
     """None of them is allocated; where nothing waits, both allocators are one."""
-    scenario = of({}, num_layers=4, layout=Layout(data_parallel_size=2))
+    scenario = Scenario.of(
+        "llama-3.1-8b",
+        engine="fsdp2",
+        num_layers=4,
+        seq_length=4096,
+        layout=Layout(data_parallel_size=2),
+        state=TrainingState(**IN_FP32),
+    )
     with Lab(scenario, backend="simulated") as lab:
         behind = lab.step()
     with patch.object(StreamOrder, "has_ended", return_value=True), Lab(scenario, backend="simulated") as lab:

@@ -193,4 +193,4 @@ def test_a_stage_fits_only_with_what_a_measured_one_reserved_more_than_predicted
     layout, state = Layout(pipeline_model_parallel_size=2), TrainingState()
     scenario = Scenario.of("llama-3.1-8b", layout=layout, state=state, engine="fsdp2", num_microbatches=4)
     assert measured_margin(scenario).share >= 1 / (1 - 0.10414) - 1
-    assert measured_margin(replace(scenario, layout=Layout())).share < 0.01
+    assert measured_margin(replace(scenario, layout=Layout())).share < 0.02

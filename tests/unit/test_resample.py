@@ -182,6 +182,17 @@ def test_a_phase_too_narrow_to_see_goes_to_the_one_before() -> None:
     assert [(span.phase, span.start) for span in phase_spans(step.build())] == [("forward", 0.0), ("backward", 800.1)]
 
 
+def test_the_last_phase_is_always_wide_enough_to_see() -> None:
+    step = TimelineBuilder()
+    for phase, milliseconds in (("forward", 500.0), ("backward", 499.0), ("optimizer", 1.0)):
+        step.phase = phase
+        step.event(1, "activations")
+        step.event(1, "activations", after=milliseconds)
+    spans = phase_spans(step.build())
+    assert [(span.phase, span.start) for span in spans] == [("forward", 0.0), ("backward", 500.0), ("optimizer", 995.0)]
+    assert [span.end for span in spans] == [500.0, 995.0, 1000.0]
+
+
 def test_the_time_axis_ends_with_the_step_and_not_with_its_recovery() -> None:
     step = TimelineBuilder(phase="forward")
     for _ in range(80):

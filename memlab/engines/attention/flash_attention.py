@@ -73,6 +73,8 @@ def flash_attention(
 
 Run = Callable[[Callable[[], tuple[torch.Tensor, ...]]], tuple[torch.Tensor, ...]]
 """Runs a kernel, given as a function that returns its results, or returns what it has returned before."""
+Allocate = Callable[[torch.Tensor, torch.Tensor, int], list[torch.Tensor]]
+"""As `backward_buffers`."""
 
 
 def _at_once(compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
@@ -87,6 +89,7 @@ def flash_attention_of_torch(
     run: Run = _at_once,
     *,
     is_causal: bool = True,
+    allocate: Allocate | None = None,
 ) -> torch.Tensor:
     """Attends as ``scaled_dot_product_attention`` does with torch's own copy of flash-attn.
 
@@ -100,12 +103,13 @@ def flash_attention_of_torch(
         scale: Of the scores.
         run: Runs the kernel of forward.
         is_causal: Whether a token attends to those before it only.
+        allocate: Returns what the kernel of backward allocates and frees in the place of `backward_buffers`.
 
     Returns:
         Shape [batch, tokens, heads, channels].
     """
     tensors = (each.transpose(1, 2) for each in (query, key, value))
-    output: torch.Tensor = _FlashAttention.apply(*tensors, scale, 0.0, run, is_causal)
+    output: torch.Tensor = _FlashAttention.apply(*tensors, scale, 0.0, run, is_causal, allocate)
     return output.contiguous()
 
 
@@ -204,6 +208,7 @@ class _FlashAttention(torch.autograd.Function):
         drop: float,
         run: Run = _at_once,
         is_causal: bool = True,
+        allocate: Allocate | None = None,
     ) -> torch.Tensor:
         def compute() -> tuple[torch.Tensor, ...]:
             random_state = new_random_state(query)
@@ -212,6 +217,7 @@ class _FlashAttention(torch.autograd.Function):
         output, log_sum_exp, random_state = run(compute)
         ctx.save_for_backward(query, key, value, output, log_sum_exp, random_state)
         ctx.scale, ctx.drop, ctx.is_causal = scale, drop, is_causal
+        ctx.allocate = allocate
         return output
 
     @staticmethod
@@ -220,8 +226,9 @@ class _FlashAttention(torch.autograd.Function):
         grad = grads[0].contiguous()
         dropped = Dropped.of(ctx.drop, random_state)
         saved = (grad, query, key, value, output, log_sum_exp)
-        parts = _attend_backward(*saved, ctx.scale, dropped, causal=ctx.is_causal)
-        return *parts, None, None, None, None
+        options = {"causal": ctx.is_causal, "allocate": ctx.allocate}
+        parts = _attend_backward(*saved, ctx.scale, dropped, **options)
+        return *parts, None, None, None, None, None
 
 
 def _attend_in_a_ring(
@@ -261,11 +268,12 @@ def _attend_backward(
     dropped: Dropped | None = None,
     *,
     causal: bool = True,
+    allocate: Allocate | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Returns the gradients of query, key and value."""
     results = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
     rows = -(-query.shape[1] // _QUERIES_PER_BLOCK) * _QUERIES_PER_BLOCK
-    buffers = backward_buffers(query, key, rows)
+    buffers = (allocate or backward_buffers)(query, key, rows)
     _fill_gradients(results, grad, query, key, value, output, log_sum_exp, scale, dropped, causal=causal)
     del buffers
     return results

@@ -15,6 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.engines.attention.flash_attention import flash_attention_of_torch, packed_flash_attention_of_views
 from memlab.engines.attention.kernel import new_random_state
 from memlab.engines.attention.packed_sequences import ends_of
+from memlab.engines.attention.workspace import bytes_of_workspace
 from memlab.engines.fsdp2 import ulysses
 from memlab.engines.fsdp2.context_parallel import attend_over_ranks
 from memlab.engines.fsdp2.selective_checkpoint import as_one_operation
@@ -25,7 +26,6 @@ _PREFIX = "memlab_"
 _UNFUSED = "sdpa_unfused"
 _NOT_KEPT = partial(as_one_operation, is_kept=False)
 """A selective checkpoint knows torch's operations, and not those of the package flash-attn."""
-_QUERIES_PER_BLOCK = 128
 
 
 def register() -> None:
@@ -132,7 +132,7 @@ def _bias(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _sdpa(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Attends as ``scaled_dot_product_attention`` does: with its flash kernel, or with another one if there is a mask.
+    """Attends as ``scaled_dot_product_attention`` does on an H200: with cuDNN's kernel, in fp32 with another one.
 
     Args:
         module: transformers' attention.
@@ -149,7 +149,9 @@ def _sdpa(
         return over_ranks.transpose(1, 2).contiguous(), None
     if attention_mask is None:
         is_causal = options.get("is_causal") is not False  # a vision tower's is not
-        attend = partial(flash_attention_of_torch, run=as_one_operation, is_causal=is_causal)
+        # cuDNN's kernel saves what flash-attn's saves.
+        allocate = None if query.dtype is torch.float32 else _workspace
+        attend = partial(flash_attention_of_torch, run=as_one_operation, is_causal=is_causal, allocate=allocate)
         return attend(query, key, value, options["scaling"]), None
     # transformers copies the keys of each group of heads, since no kernel with a mask takes fewer (``repeat_kv``).
     groups = query.shape[1] // key.shape[1]
@@ -158,6 +160,15 @@ def _sdpa(
         query, key, value, _bias(attention_mask, query.dtype), options["scaling"]
     )
     return output.transpose(1, 2).contiguous(), None
+
+
+def _workspace(query: torch.Tensor, key: torch.Tensor, rows: int) -> list[torch.Tensor]:
+    """Returns what cuDNN's kernel allocates and frees in backward, from [batch, tokens, heads, channels].
+
+    It is as large as where Transformer Engine calls it (torch 2.11, seen in the history of an H200's allocator).
+    """
+    del rows
+    return [query.new_empty(bytes_of_workspace(query.shape, key.shape, key.shape), dtype=torch.uint8)]
 
 
 def _repeated(tensor: torch.Tensor, groups: int) -> torch.Tensor:
@@ -195,18 +206,15 @@ class _MaskedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, bias, output, *_ = ctx.saved_tensors
-        batch, heads, tokens, channels = query.shape
         results = tuple(torch.empty_like(each) for each in (query, key, value))
-        rows = -(-tokens // _QUERIES_PER_BLOCK) * _QUERIES_PER_BLOCK
-        sums = query.new_empty(batch, heads, tokens, dtype=torch.float32)
-        of_query = query.new_empty(batch, heads, rows, channels, dtype=torch.float32)
+        workspace = _workspace(query.transpose(1, 2), key.transpose(1, 2), query.shape[2])
         with one_kernel(), torch.enable_grad():
             one, two, three = leaves = tuple(each.detach().requires_grad_() for each in (query, key, value))
             parts = torch.autograd.grad(_attend(one, two, three, bias, ctx.scale), leaves, grads[0])
             for result, part in zip(results, parts, strict=True):
                 result.copy_(part)
             del leaves, parts, one, two, three, result, part
-        del sums, of_query, output
+        del workspace, output
         return *results, None, None
 
 

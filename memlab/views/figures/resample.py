@@ -109,13 +109,14 @@ def resample(timeline: Timeline, pool: str = "device", axis: Axis = "time", num_
     )
 
 
-def phase_spans(timeline: Timeline, axis: Axis = "time", narrowest: float = 1 / 400) -> list[PhaseSpan]:
+def phase_spans(timeline: Timeline, axis: Axis = "time", narrowest: float = 1 / 200) -> list[PhaseSpan]:
     """Finds the stretches of the axis that the phases take.
 
     Args:
         timeline: The events; those that opened it are left out.
         axis: Places the spans in milliseconds, or in events since the step's start.
-        narrowest: A stretch shorter than this share of the axis goes to the one before it.
+        narrowest: A stretch shorter than this share of the axis goes to the one before it. The last one, which is
+            often a short update, is drawn at least as wide as this instead.
 
     Returns:
         The spans from the step's start to its end, without gaps.
@@ -128,11 +129,11 @@ def phase_spans(timeline: Timeline, axis: Axis = "time", narrowest: float = 1 / 
     end = float(position[-1])
     starts = np.flatnonzero(np.diff(phase, prepend=-1))
     width = np.diff(position[starts], append=end)
-    wide = starts[width >= end * narrowest]
-    if len(wide) == 0:
-        wide = starts[:1]
+    is_wide = width >= end * narrowest
+    is_wide[-1] = True
+    wide = starts[is_wide]
     wide = wide[np.flatnonzero(np.diff(phase[wide], prepend=-1))]
-    edges = [0.0, *position[wide[1:]].tolist(), end]
+    edges = [0.0, *np.minimum(position[wide[1:]], end * (1 - narrowest)).tolist(), end]
     return [PhaseSpan(PHASES[phase[start]], *edges[at : at + 2]) for at, start in enumerate(wide)]
 
 

@@ -8,6 +8,9 @@ import re
 from collections.abc import Mapping
 from string import ascii_lowercase
 
+NO_GUESS = "(you entered no guess)"
+"""Stands behind a result that nobody has guessed."""
+
 
 def amount(value: float | str, unit: str = "") -> str:
     """Writes a number with its unit, such as ``175,272 bytes``, and a text as it is."""
@@ -80,7 +83,7 @@ def guess_and_result(guessed: str, result: float | str, unit: str = "", question
     """
     shown = f"result: {amount(result, unit)}"
     if not guessed.strip():
-        return f"{shown} (you entered no guess)"
+        return f"{shown} {NO_GUESS}"
     if isinstance(result, str):
         return f"{shown}; your guess: {guessed.strip()}{_verdict(guessed, result, question)}"
     number = as_number(guessed, unit)

@@ -1,0 +1,44 @@
+"""Whether jobs of FSDP2 fit, against tries on H200s with less and less memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plain_fsdp2 import scenario_of, settings_of
+from benchmarks.plain_fsdp2_limits import job_of
+from memlab.fitting.does_it_fit import judge
+from memlab.lab.search_steps import stepping
+
+pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
+pytestmark = pytest.mark.versions
+FILE = Path(__file__).parents[2] / "labs" / "results" / "h200_plain_fsdp2_limits.jsonl"
+ROWS = {(row["name"], row["steps"]): row for row in map(json.loads, FILE.read_text(encoding="utf-8").splitlines())}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            "model=mistral-7b-v0.3 num_layers=8 seq_length=4096 num_ranks=8 one_process fp32_sharded_params "
+            "adam_implementation=fused"
+        ),
+        pytest.param("model=phi-4 num_layers=8", marks=pytest.mark.slow),  # two steps need 9 % less than three
+        pytest.param(
+            "model=llama-3.1-8b num_layers=8 seq_length=8192 num_ranks=8 checkpointing one_process fp32_sharded_params",
+            marks=pytest.mark.slow,  # fails in five steps with more memory than it completes with
+        ),
+    ],
+)
+def test_no_job_fits_where_it_failed_on_an_h200(name: str) -> None:
+    row = ROWS[name, 5]
+    job = job_of(row)
+
+    with stepping(scenario_of(job)) as steps:
+        record = steps(settings_of(job))
+        said = {(result, judge(record, steps, limit_bytes)) for limit_bytes, result in row["tries"]}
+        assert judge(record, steps, int(row["fits_bytes"] * 1.02)) == "fits"
+
+    assert ("fails", "fits") not in said
