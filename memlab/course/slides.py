@@ -55,7 +55,9 @@ def slides_of(executed: nbformat.NotebookNode) -> str:
                     output.text = output.text.replace(f" {NO_GUESS}", "")
             kept.append(cell)
     notebook.cells = kept
-    exporter = SlidesExporter(exclude_input=True, exclude_input_prompt=True, exclude_output_prompt=True)
+    hidden = {"exclude_input": True, "exclude_input_prompt": True, "exclude_output_prompt": True}
+    # A table with the figure below it is higher than a slide, and some tables are wider than reveal.js's 960 pixels.
+    exporter = SlidesExporter(reveal_scroll=True, reveal_width="1280", **hidden)
     page, _ = exporter.from_notebook_node(notebook)
     script = f'<script src="{PLOTLY_FILE}"></script>' if num_figures else ""
     return str(page).replace("</head>", f"{script}</head>", 1)

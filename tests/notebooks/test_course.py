@@ -146,6 +146,10 @@ def test_a_table_is_a_slide_of_its_own_and_a_folded_one_is_left_out() -> None:
 def test_every_lab_has_slides_with_the_questions_that_it_asks(path: Path) -> None:
     lab = read_notebook(path)
     shown = html.unescape(slides_of(lab))
+    headings = [cell.source for cell in lab.cells if re.match("## Parameters.", cell.source)]
+    assert all(heading.partition("\n")[0].removeprefix("## ") in shown for heading in headings), (
+        "not the notebook's own"
+    )
     asked = [text for cell in lab.cells for text in re.findall(r'\b(?:guess|quiz)\(\s*f?"([^"{]+)', cell.source)]
     assert [text for text in asked if re.sub("[`*]", "", text) not in re.sub("<[^>]*>", "", shown)] == []
 
