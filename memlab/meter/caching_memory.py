@@ -181,11 +181,11 @@ class CachingMemory:
 
     def opening(self, live: list[StorageAllocation]) -> Opening:
         self.is_special = False
-        if self._requests is not None:
-            self._requests.step_begins()
         if self._waiting and self._has_stepped and self._limit_bytes is None:
             for product in list(self._waiting):  # such as backward's, of passes without it: counted, they are there
                 self._place(product)
+        if self._requests is not None:
+            self._requests.step_begins()
         self._has_stepped = True
         self.gathers.begin()
         if self._late is not None:

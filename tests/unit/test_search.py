@@ -33,7 +33,12 @@ from memlab.config.versions import Versions
 from memlab.fitting.candidates import added_offload, candidates
 from memlab.fitting.does_it_fit import Fit, Steps, basis_of, judge, judge_fit, transferred_bytes
 from memlab.fitting.layouts import Step
-from memlab.fitting.measured_margin import MARGIN_WITH_EXPERTS, MARGIN_WITHOUT_EXPERTS, measured_margin
+from memlab.fitting.measured_margin import (
+    MARGIN_WITH_EXPERTS,
+    MARGIN_WITHOUT_EXPERTS,
+    measured_margin,
+    needs_whole_reserve,
+)
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.prediction import Predict, Prediction
@@ -417,6 +422,11 @@ def test_the_margin_is_wider_where_experts_are_spread_and_micro_batches_follow_e
         for layout, number in ((Layout(), 3), (spread, 1), (spread, 3))
     ]
     assert margins == sorted(set(margins))
+    state = TrainingState(model_classes="automodel", moe_token_dispatcher_type="allgather")
+    fsdp2 = Scenario.of("qwen3-moe-tiny", engine="fsdp2", layout=spread, num_microbatches=3, state=state)
+    assert measured_margin(fsdp2) == margins[-1], "under FSDP2 no limit with spread experts was measured"
+    assert needs_whole_reserve(fsdp2)
+    assert not needs_whole_reserve(replace(fsdp2, layout=Layout(data_parallel_size=2), state=TrainingState()))
 
 
 def test_a_step_fits_only_with_all_fp8_gathers_that_torch_may_keep() -> None:
