@@ -26,6 +26,10 @@ class RequestLog:
     """
 
     def __init__(self, allocator: Allocator) -> None:
+        self.begin(allocator)
+
+    def begin(self, allocator: Allocator) -> None:
+        """Forgets what was logged, and logs what this allocator is asked for from now on."""
         self._allocator = allocator.copy()
         self._entries = allocator.log = array("q")
         self._first_of_step = 0

@@ -36,9 +36,9 @@ def _variables(root: Node) -> dict[str, str]:
 
 
 def _gpus(node: Node | None) -> str | None:
-    """Returns how many GPUs a node has; None where the file offers several numbers."""
-    if node is None:
-        return "0"
+    """Returns how many GPUs a node has; None where the file offers several, or leaves it to ``sky launch --gpus``."""
+    if node is None or node.value is None:
+        return None
     value = node.value
     if isinstance(value, dict):  # a set of kinds in YAML, or each with its number
         counts = {str(one.value or 1) for one in value.values()}

@@ -225,6 +225,8 @@ class CachingMemory:
             return False
         self._late = None
         self.allocator, self._pinned = remembered.allocator.copy(), PinnedMemory()
+        if self._requests is not None:
+            self._requests.begin(self.allocator)
         births = sorted(each.birth for each in now)
         for birth, former, allocation, block in zip(births, remembered.live, now, remembered.blocks, strict=True):
             allocation.birth = birth

@@ -452,6 +452,10 @@ def test_a_recipe_for_images_asks_how_many_a_sample_has(changes: str, freezes: b
     assert "give --set processor.max_pixels=NUMBER" in read(tmp_path, f"{{{own}}}").questions[0]
     state = read(tmp_path, f"{{{own}, processor.max_pixels: 1003520}}").required()[0].state
     assert (state.vision_tower, state.patches_per_image, state.model_classes) == ("qwen3-vl-8b", 3920, "transformers")
+    with pytest.raises(ValueError, match=r"processor[.]max_pixels is 'auto', must be a whole number"):
+        read(tmp_path, f"{{{own}, processor.max_pixels: auto}}")
+    flash = read(tmp_path, f"{{{own.replace('eager', 'flash_attention_2')}, processor.max_pixels: 1003520}}")
+    assert "model.attn_implementation" in {one.key for one in flash.not_modelled}
     packed = read(tmp_path, f"{{{own}, processor.max_pixels: 1003520, packed_sequence.pack_size: 8192}}")
     assert packed.lacks == ("rows of packed samples with images",)
     texts = read(tmp_path, "{dataset.num_images_per_sample: 2}")

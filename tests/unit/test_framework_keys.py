@@ -122,7 +122,8 @@ def test_what_gradients_and_optimizer_need_otherwise_is_bounded(
 ) -> None:
     """By hand: a dense model on 8 data parallel ranks, with gradients in fp32 and 12 bytes of state per parameter."""
     key = f"{_ACTOR}.megatron.{override.partition('=')[0]}"
-    job = read("verl", tmp_path, f"trainer.n_gpus_per_node=8 +{_ACTOR}.megatron.{override}", "Qwen/Qwen3-8B")
+    batch = f"trainer.n_gpus_per_node=8 {_ACTOR}.ppo_mini_batch_size=8"
+    job = read("verl", tmp_path, f"{batch} +{_ACTOR}.megatron.{override}", "Qwen/Qwen3-8B")
     (row,) = [one for one in job.not_modelled if one.key == key]
     parameters = job.required()[0].architecture.num_parameters
     assert row.bound_bytes == pytest.approx(parameters * (of_a_parameter + of_a_share / 8), rel=1e-6)

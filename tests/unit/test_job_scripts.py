@@ -579,6 +579,12 @@ def test_a_hostile_script_ends_soon(name: str, tmp_path: Path) -> None:
         assert "\n" not in str(error)  # noqa: PT017
 
 
+@pytest.mark.parametrize("start", ["", "export "])
+def test_a_script_with_more_commands_and_variables_than_real_ones_is_refused(start: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="more commands and variables than any real script"):
+        read_script("".join(f"{start}A{n}=1\nrun --x\n" for n in range(2000)), tmp_path / "run.sh")
+
+
 LIST = "A=(" + "a " * 19_000 + ")\n"
 
 

@@ -537,6 +537,25 @@ def test_a_step_that_begins_again_is_taken_as_if_nothing_had_been_replayed(
     assert Replayer.gradient_of is not fail, "the step has begun again"
 
 
+def test_what_a_step_that_begins_again_requests_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(replayer: Replayer, *_: Any) -> Any:
+        monkeypatch.undo()
+        raise NotReplayableError("the first replayed backward pass of this test")
+
+    logged = []
+    for replay in (False, True):
+        arguments: dict[str, Any] = {"num_layers": 3, "seq_length": 512, "num_microbatches": 3}
+        with Lab("qwen3-moe-tiny", **arguments, backend="simulated", replay=replay) as lab:
+            if replay:
+                monkeypatch.setattr(Replayer, "gradient_of", fail)
+            with lab.logging_requests() as log:
+                lab.step()
+            assert log is not None
+            logged.append((log._entries.tolist(), log._first_of_step))
+    assert Replayer.gradient_of is not fail, "the step has begun again"
+    assert logged[1] == logged[0]
+
+
 def _groups_at_start(record: StepRecord) -> list[int]:
     timeline = record.timeline
     assert timeline is not None

@@ -183,6 +183,8 @@ def test_what_cannot_be_decided_is_said(text: str, words: list[str]) -> None:
             "export $(echo V=1)\njob",
             "V=1 exec job",
         ),
+        *("(export V=1)\nV=2\njob", "f() { :; }\nV=1 f\nV=2\njob", "export V=1\nunset V\nV=2\njob"),
+        *("f() { local -x V=1; }\nf\nV=2\njob", "f() { (:); export V=1; }\nf\njob", "export V | cat\nV=2\njob"),
     ],
 )
 def test_a_program_has_the_variables_that_bash_exports(text: str, tmp_path: Path) -> None:

@@ -181,6 +181,11 @@ def test_a_task_of_skypilot_is_the_script_that_it_runs(tmp_path: Path) -> None:
         assert job.required()[0].layout.data_parallel_size == ranks
         assert job.required()[0].architecture.name == "qwen3-8b"
         assert "line 8" in {one.place for one in job.taken}  # of the file, not of the script
+    left_open = ("{H100: 8, A100: 4}", "null", "null\n  any_of: [{accelerators: H100:8}, {accelerators: A100:4}]")
+    for gpus in left_open:  # to the machine that SkyPilot finds, or to its command line
+        (tmp_path / "task.yaml").write_text(head.replace("{gpus}", gpus) + f"  {script}\n")
+        job = Job.read(tmp_path / "task.yaml")
+        assert job.cannot_start is None and any("known only when the job runs" in one for one in job.warnings)
 
 
 def test_a_chunk_of_the_entropy_has_tokens_of_each_row(tmp_path: Path) -> None:

@@ -291,3 +291,5 @@ def test_fsdp_turbo_has_ranks_and_checkpoints_of_its_own_keys(tmp_path: Path) ->
     assert (scenario.layout.context_parallel_size, scenario.state.dp_replicate_size) == (2, 2)
     assert settings.recompute_granularity == "full"
     assert Job.read(path, version="0.9.1").scenario is None  # its memory is not predicted
+    with pytest.raises(ValueError, match=rf"line 1: {section}.memory.recompute is 'maybe', must be true or false"):
+        read(tmp_path, f"{ACTOR}.strategy=fsdp_turbo +{section}.memory.recompute=maybe")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.utils._python_dispatch import _disable_current_modes
 
 from memlab.config.backend_kind import BackendKind
 from memlab.config.scenario import Scenario
@@ -126,9 +127,12 @@ class PipelinedModel(ShardedModel):
     def _build_schedule(self, scenario: Scenario) -> Any:
         group, width = self.pipeline_mesh.get_group(), scenario.architecture.hidden_size
         rows, dtype = (scenario.micro_batch_size, scenario.seq_length), DTYPES[scenario.dtype]
-        hidden = torch.empty((*rows, width), dtype=dtype, device="meta", requires_grad=True)
-        logits = torch.empty((*rows, scenario.architecture.vocab_size), dtype=dtype, device="meta", requires_grad=True)
-        tokens = torch.empty(rows, dtype=torch.int64, device="meta")
+        # Torch 2.11 keeps these tensors, which have no memory on a GPU; in a prediction the meter takes one for what it
+        # stands in for, so it must not see them.
+        with _disable_current_modes():
+            hidden = torch.empty((*rows, width), dtype=dtype, device="meta", requires_grad=True)
+            logits = hidden.new_empty((*rows, scenario.architecture.vocab_size), requires_grad=True)
+            tokens = torch.empty(rows, dtype=torch.int64, device="meta")
         num_stages, num_microbatches = len(scenario.chunks), scenario.num_microbatches // scenario.state.schedule_runs
         for root, number in zip(self.roots, _numbers(scenario), strict=True):
             received = tokens if number == 0 else hidden

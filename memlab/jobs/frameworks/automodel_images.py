@@ -35,9 +35,11 @@ def take_tower(reading: Reading) -> None:
     has_section = any(key.startswith("freeze_config.") for key in reading.entries.by_key)
     has_adapters = any(key.startswith("peft.") for key in reading.entries.by_key)
     reading.take(_FREEZE, "freeze_vision_tower", has_adapters or bool(reading.get(_FREEZE, default=has_section)))
-    if reading.get(_ATTENTION) == "eager":
-        reading.take(_ATTENTION, "attn_implementation", "eager")
+    if (own := reading.get(_ATTENTION)) == "eager":
+        reading.take(_ATTENTION, "attn_implementation", own)
     reading.not_modelled = [one for one in reading.not_modelled if one.key not in (_FREEZE, _ATTENTION)]
+    if own not in (None, "sdpa", "eager"):
+        reading.miss(_ATTENTION, "either", f"memlab predicts torch's attention (sdpa), not {own}")
     values["is_of_transformers"] = True
     if (values.get("packed_tokens") or 0) > 0:
         packed = next(key for key in _PACKED if reading.get(key))
@@ -54,9 +56,9 @@ def take_tower(reading: Reading) -> None:
 
 def _take_patches(reading: Reading, tower: VisionTower) -> None:
     """Takes the most patches that the processor makes of an image, which it scales to so many pixels at most."""
-    pixels = reading.get(_PIXELS)
+    pixels = reading.converted(_PIXELS, COUNT)
     if pixels is not None:
-        patches = COUNT.read(pixels) // tower.patch_size**2
+        patches = pixels // tower.patch_size**2
         reading.take(_PIXELS, "patches_per_image", patches // tower.patches_of_token * tower.patches_of_token)
         reading.warnings.append(
             f"images have at most {reading.values['patches_per_image']} patches, by {_PIXELS}, and memlab takes images "

@@ -18,7 +18,7 @@ from memlab.config.training_state import TrainingState
 from memlab.config.validation import RuleError, shortened
 from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, Entries, Entry
-from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, TEXT, Blocked, Effect, Key, Missing, refusal
+from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, TEXT, Blocked, Conversion, Effect, Key, Missing, refusal
 from memlab.jobs.frameworks.without_effect import has_no_effect
 
 Style = Literal["flags", "overrides"]
@@ -112,6 +112,15 @@ class Reading:
             self.warn_of_unknown(entry, "it as not given")
         self.known.add(key)
         return self.entries.get(key, default)
+
+    def converted(self, key: str, conversion: Conversion) -> Any:
+        """Returns memlab's value of a key that the table cannot express; None where it is not given.
+
+        Raises:
+            ValueError: If it is of another kind, with its line.
+        """
+        is_given = self.get(key) is not None
+        return _converted(Key(key, "", conversion), self.entries.by_key[key]) if is_given else None
 
     def take(self, key: str, field_name: str, value: Any) -> None:
         """Sets a field from a key that the table cannot express."""

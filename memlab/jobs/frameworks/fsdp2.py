@@ -324,9 +324,9 @@ def take_fused_adam(reading: Reading, section: str) -> None:
         section: The prefix of the optimizer's arguments.
     """
     for name, (field, conversion) in _OF_FUSED_ADAM.items():
-        value = reading.get(f"{section}.{name}")
+        value = reading.converted(f"{section}.{name}", conversion)
         if value is not None:
-            reading.take(f"{section}.{name}", field, conversion.read(value))
+            reading.take(f"{section}.{name}", field, value)
 
 
 def composed_of_fsdp2(scenario: Scenario, settings: MemorySettings, library: LibraryOfFsdp2) -> dict[str, Any]:

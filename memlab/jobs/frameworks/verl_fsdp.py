@@ -50,6 +50,7 @@ from memlab.jobs.frameworks.reinforcement import (
     note_other_reference,
     note_replaced_values,
     only_segments,
+    sequences_of_a_step,
     take_rollout,
     take_rows,
     take_sequences,
@@ -78,13 +79,14 @@ _REFERENCE = {
 }  # fmt: skip
 """What a reference model can have otherwise than the actor (``config/ref/dp_ref.yaml``, 0.9.1)."""
 _TURBO = {
-    "distributed.fully_shard_parallel_size": "ranks_of_shards",
-    "distributed.tensor_parallel_size": "tensor_model_parallel_size",
-    "distributed.expert_parallel_size": "expert_model_parallel_size",
-    "distributed.ulysses_parallel_size": "ulysses",
-    "memory.recompute": "is_checkpointing",
+    "distributed.fully_shard_parallel_size": ("ranks_of_shards", WHOLE),
+    "distributed.tensor_parallel_size": ("tensor_model_parallel_size", COUNT),
+    "distributed.expert_parallel_size": ("expert_model_parallel_size", COUNT),
+    "distributed.ulysses_parallel_size": ("ulysses", COUNT),
+    "memory.recompute": ("is_checkpointing", SWITCH),
 }
-"""What FSDP-Turbo reads in place of FSDP's keys, below ``turbo_config`` (``fsdp_turbo_impl.py``), by memlab's field."""
+"""What FSDP-Turbo reads in place of FSDP's keys, below ``turbo_config`` (``fsdp_turbo_impl.py``), each with memlab's
+field and how it is read."""
 _SYNC = "use_no_sync_for_gradient_accumulation"
 _PREFIXES = (_FSDP, f"{_ACTOR}.optim", _MODEL)
 """Of the engine, the optimizer and the model."""
@@ -308,11 +310,12 @@ def _take_turbo(reading: Reading, engine: str) -> None:
     """Takes FSDP-Turbo's own keys, and names the others of its section."""
     start = f"{engine}.turbo_config."
     for name in [name for name in reading.entries.by_key if name.startswith(start)]:
-        field, value = _TURBO.get(name.removeprefix(start)), reading.get(name)
-        if field is None:
+        field, conversion = _TURBO.get(name.removeprefix(start), ("", TEXT))
+        value = reading.converted(name, conversion) if field else None
+        if not field:
             reading.miss(name, "either", "it decides what FSDP-Turbo shards, computes and keeps")
-        elif field != "is_checkpointing" or value:
-            reading.take(name, field, SWITCH.read(value) if field == "is_checkpointing" else COUNT.read(value))
+        elif value:
+            reading.take(name, field, value)
 
 
 def _drop_policy(reading: Reading) -> None:
@@ -439,9 +442,12 @@ def check(reading: Reading) -> None:
 
 def composed_of_engine(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns the values by the fields of `engine_keys`, from which `complete_engine` makes the same job."""
+    # verl has no tensor parallelism with FSDP, which `cannot_write` says: such ranks are copies there
+    sequences = sequences_of_a_step(scenario) * scenario.layout.tensor_model_parallel_size
     return (
         composed(scenario, settings)
         | composed_of_fsdp2(scenario, settings, "peft")
+        | dict.fromkeys(("prompts", "sequences"), sequences)
         | {
             "strategy": "fsdp" if scenario.state.fsdp_version == 1 else "fsdp2",
             "library": "torch.optim",

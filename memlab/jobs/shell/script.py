@@ -391,7 +391,7 @@ class _Reader(Builtins):
         journal: dict[str, tuple[Variable | None, int]] = {}
         self.journals.append(journal)
         arguments, functions, options = self.arguments, dict(self.functions), set(self.options)
-        shifted, doubts = self.num_shifted, list(self.doubts)
+        shifted, doubts, exported = self.num_shifted, list(self.doubts), set(self.exported)
         left = None
         try:
             status = run()
@@ -400,7 +400,7 @@ class _Reader(Builtins):
         self.journals.pop()
         self.arguments, self.functions, self.options, self.num_shifted = arguments, functions, options, shifted
         if is_shell:
-            self.doubts = doubts
+            self.doubts, self.exported = doubts, exported
         changed = {name: line for name, (old, line) in journal.items() if self.variables.get(name) != old}
         for name, (old, _) in journal.items():
             self.restore(name, old)
@@ -592,16 +592,23 @@ class _Reader(Builtins):
         words = words[start:]
         if not words:
             return self._coded(_status_of(self.printed_code or "0"), self.printed_code or "0")
-        exported = self.exported
-        if hidden:
-            self.exported = exported - hidden
-        try:
+        with self._withholding(hidden):
             status = self._execute(words, environment, may_call=not starters)
-        finally:
-            self.exported = exported
         if "exec" in starters:
             raise _LeaveError("exit", status, code=self.code)
         return status
+
+    @contextmanager
+    def _withholding(self, names: set[str]) -> Iterator[None]:
+        """Keeps variables from the program that a command starts, as ``env -u`` does."""
+        exported = self.exported
+        if names:
+            self.exported = exported - names
+        try:
+            yield
+        finally:
+            if names:
+                self.exported = exported
 
     def _execute(self, words: list[tuple[str, int]], environment: dict[str, str], *, may_call: bool) -> bool | None:
         name = words[0][0]
@@ -663,7 +670,7 @@ class _Reader(Builtins):
                         f"the script sets {name} and does not export it, so the job runs without it, unless the "
                         f"machine has exported it before: write export {name}"
                     )
-            self.snapshots += len(command.variables)
+            self.snapshots += len(command.variables) + len(command.not_exported)
             if self.snapshots > _MOST_SNAPSHOTS:
                 raise ValueError(f"{self.path.name} has more commands and variables than any real script: {_INSTEAD}")
         self.commands.append(command)
@@ -713,12 +720,14 @@ class _Reader(Builtins):
     def _temporarily(self, environment: dict[str, str]) -> Iterator[None]:
         """Sets what stands before a command for as long as the command runs."""
         hidden = {name: self.variables.get(name) for name in environment}
+        added = hidden.keys() - self.exported
         for name, text in environment.items():
             self.put(name, Variable(text))
             self.exported.add(name)
         try:
             yield
         finally:
+            self.exported -= added
             for name, old in hidden.items():
                 self.record(name)
                 self.restore(name, old)
@@ -745,6 +754,7 @@ class _Reader(Builtins):
             doubts, self.doubts = self.doubts, []
             self.calls.append(name)
             self.hidden.append({})
+            exported = set(self.exported)
             try:
                 status = self._run(body)
             except _LeaveError as leave:
@@ -756,6 +766,7 @@ class _Reader(Builtins):
                 returns = any(doubt.kind == "return" for doubt in self.doubts)
                 self.doubts = doubts
                 self.calls.pop()
+                self.exported -= self.hidden[-1].keys() - exported
                 for variable, old in self.hidden.pop().items():
                     self.record(variable)
                     self.restore(variable, old)

@@ -190,7 +190,7 @@ class Variables:
         self.variables: dict[str, Variable] = {name: Variable(text) for name, text in given.items()}
         self.variables |= {"IFS": Variable(_SPACE), "OPTIND": Variable("1")}
         self.exported: set[str] = set()
-        """What the script exports at some place; bash hands no other of its variables to a program."""
+        """What the script has exported; bash hands no other of its variables to a program."""
         self.used: set[str] = set()
         """Given variables that the script reads or sets."""
         self.arguments = arguments
@@ -424,6 +424,7 @@ class Variables:
         """Follows ``unset NAME`` and ``unset NAME[index]``."""
         if NAME_ONLY.fullmatch(text):
             self.put(self.named(text), Variable())
+            self.exported.discard(self.named(text))
             return
         name, _, index = text.partition("[")
         old = self.get(name)
