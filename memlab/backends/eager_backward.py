@@ -19,14 +19,22 @@ from memlab.backends.kernel_temporaries import bytes_of_sum
 from memlab.meter.observers import Answer, ObserveResults, unobserved
 
 _ADD, _SUM = torch.ops.aten.add.Tensor, torch.ops.aten.sum.dim_IntList
-_active = threading.local()
+
+
+class _Active(threading.local):
+    """In how many blocks of `eager_backward` this thread is."""
+
+    depth: int = 0
+
+
+_active = _Active()
 
 
 @contextmanager
 def eager_backward() -> Iterator[None]:
     """Has the operations of this thread answered as by `as_autograd`, for the block."""
     _references_of_engine()  # not within a backward
-    outer = getattr(_active, "depth", 0)
+    outer = _active.depth
     _active.depth = outer + 1
     try:
         yield
@@ -42,7 +50,7 @@ def as_autograd(answer: Answer) -> Answer:
     """
 
     def answered(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func is _ADD and not kwargs and getattr(_active, "depth", 0) and _adds_in_place(*args):
+        if func is _ADD and not kwargs and _active.depth and _adds_in_place(*args):
             return args[0]  # fake tensors have no values to add
         return answer(func, args, kwargs)
 
@@ -51,7 +59,7 @@ def as_autograd(answer: Answer) -> Answer:
 
 def bytes_beside(func: Any, args: Any, result: torch.Tensor) -> int:
     """Returns what a kernel of torch allocates beside its result, and frees: a sum over the first dimensions does."""
-    if func is not _SUM or not getattr(_active, "depth", 0):
+    if func is not _SUM or not _active.depth:
         return 0
     tensor, dims = args[0], args[1] or ()
     outputs = result.numel()
@@ -70,7 +78,8 @@ class _References(NamedTuple):
     def of_first(cls, first: torch.Tensor, second: torch.Tensor) -> _References:
         """Returns those of the first argument of an operation, given as the operation's answer has got it."""
         of_storage = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
-        return cls(sys.getrefcount(first), first._use_count(), of_storage)
+        in_cpp = first._use_count()  # type: ignore[attr-defined,unused-ignore]  # torch 2.15 declares it
+        return cls(sys.getrefcount(first), in_cpp, of_storage)
 
 
 def _adds_in_place(*args: Any) -> bool:
