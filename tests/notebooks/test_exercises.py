@@ -458,6 +458,7 @@ EXERCISES = {
                         "2 * t * h * 2 * (L - n + 1)",
                         # Letters of this lab's model that stand for others, and numbers in their place.
                         "4 * t * t * L // n",
+                        "4 * t * h * (4 // n)",
                         "4 * h * h * L // n",
                         "4 * 128 * h * L // n",
                         "4 * t * 128 * L // n",
