@@ -29,7 +29,7 @@ _WITH_FIELDS = ("architecture", "layout", "state", "allocator")
 _ALSO_OF_THE_SCENARIO = ("name", "num_layers", "default_seq_length")
 """Fields of an architecture for which a scenario has a name or a value of its own."""
 _SETS_BACK = {"seq_length": "set_workload", "micro_batch_size": "set_workload", "num_microbatches": "set_workload"}
-"""How an open `Lab` gets back what an earlier answer changed."""
+"""The method of an open `Lab` that changes a part of the workload, or gives it back its earlier value."""
 
 
 class Check(Goals):
@@ -434,6 +434,8 @@ class Attempt:
                 self.refusal = f"layout is {shortened(error.obj)}, must be Layout(...)"
             option = re.search(r"Lab\.step\(\) got an unexpected keyword argument '(\w+)'", self.refusal)
             actions = [action for part, action in _TO_PYTHON.items() if part in self.refusal]
+            if option and (setter := _SETS_BACK.get(option[1])):
+                actions = [f"leave {option[1]} out, or call lab.{setter}({option[1]}=...) before the step"]
             for options, otherwise in ((MemorySettings, _TO_SETTINGS), (TrainingState, _TO_STATE)):
                 names = [field.name for field in fields(options)]
                 name = re.search(rf"{options.__name__}\.__init__\(\) got an unexpected .* '(\w+)'", self.refusal)
