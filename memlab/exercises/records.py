@@ -434,8 +434,6 @@ class Attempt:
                 self.refusal = f"layout is {shortened(error.obj)}, must be Layout(...)"
             option = re.search(r"Lab\.step\(\) got an unexpected keyword argument '(\w+)'", self.refusal)
             actions = [action for part, action in _TO_PYTHON.items() if part in self.refusal]
-            if option and (setter := _SETS_BACK.get(option[1])):
-                actions = [f"leave {option[1]} out, or call lab.{setter}({option[1]}=...) before the step"]
             for options, otherwise in ((MemorySettings, _TO_SETTINGS), (TrainingState, _TO_STATE)):
                 names = [field.name for field in fields(options)]
                 name = re.search(rf"{options.__name__}\.__init__\(\) got an unexpected .* '(\w+)'", self.refusal)
@@ -473,6 +471,10 @@ _TO_PYTHON = {
     "got multiple values for keyword argument": "give it once, and leave it out of the other arguments",
     "Layout.__init__() got an unexpected keyword": _TO_LAYOUT,
     "must be Layout(...)": _TO_LAYOUT,
+    **{
+        f"Lab.step() got an unexpected keyword argument '{part}'": f"leave {part} out, or call lab.{setter}({part}=...)"
+        for part, setter in _SETS_BACK.items()
+    },
 }
 """What to do about an error of Python's, by a part of its text."""
 

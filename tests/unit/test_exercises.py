@@ -504,7 +504,7 @@ def test_an_option_of_the_settings_given_to_the_step_is_told_where_it_belongs(
         ("o", "unexpected keyword argument 'o'"),
         ("no_such_word", "unexpected keyword argument 'no_such_word'"),
         ("mlp", "'mlp'"),
-        ("seq_length", ": leave seq_length out, or call lab.set_workload(seq_length=...) before the step"),
+        ("seq_length", ": leave seq_length out, or call lab.set_workload(seq_length=...)"),
     ):
         with Attempt() as answer:
             Lab.step(None, **{option: ["moe"]})  # type: ignore[arg-type]
