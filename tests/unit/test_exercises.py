@@ -231,6 +231,7 @@ def test_a_missed_goal_prints_one_line_and_silences_the_goals_after_it(
     (printed,) = capsys.readouterr().out.splitlines()
     assert printed.startswith("not yet: ")
     assert line in printed
+    assert not printed.endswith("?.")
 
 
 @pytest.mark.parametrize(
