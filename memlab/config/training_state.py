@@ -82,6 +82,7 @@ _USER_BUFFERS: dict[str, Any] = {"group": "", "rebuilds": "model", "megatron": "
 _FP8 = {"group": "FP8", "rebuilds": "model"}
 _OF_TE_ADAM: dict[str, Any] = {"needs": "adam_implementation", "needs_value": "te_fused"}
 _FSDP2: dict[str, Any] = {"group": "FSDP2", "engines": ("fsdp2",)}
+_IMAGES: dict[str, Any] = _FSDP2 | {"group": "Images"}
 _LOOP_OF_FSDP2: dict[str, Any] = _FSDP2 | {"group": ""}  # see `_LOSS_OF_FEW`
 
 
@@ -760,7 +761,7 @@ class TrainingState:
         "vision tower of transformers' model beside the language model, with its projector: that of Gemma 3 4B, of "
         "Qwen3-VL 4B or 8B, or a tiny one (default: no tower)",
         rebuilds="model",
-        **_LOOP_OF_FSDP2,
+        **_IMAGES,
     )
     """`memlab.config.vision` has them: models of NeMo Automodel's recipes whose classes are transformers'."""
     images_per_sequence: int | None = option(
@@ -771,7 +772,7 @@ class TrainingState:
         needs="vision_tower",
         shown_for_none=0,
         at_most=2**16,
-        **_LOOP_OF_FSDP2,
+        **_IMAGES,
     )
     patches_per_image: int | None = option(
         None,
@@ -781,7 +782,7 @@ class TrainingState:
         needs="vision_tower",
         shown_for_none=0,
         at_most=2**24,
-        **_LOOP_OF_FSDP2,
+        **_IMAGES,
     )
     """Gemma 3 scales each image to 4,096 patches."""
     freeze_vision_tower: bool = option(
@@ -790,7 +791,7 @@ class TrainingState:
         "outside the layers",
         rebuilds="model",
         needs="vision_tower",
-        **_LOOP_OF_FSDP2,
+        **_IMAGES,
     )
     """``freeze_config.freeze_vision_tower`` of NeMo Automodel, where it is the default of that section."""
     attn_implementation: AttnImplementation = option(
