@@ -269,7 +269,7 @@ class Check(Goals):
         """Requires that no remedy for the inputs of checkpoints is set."""
         remedy = self._record.settings.checkpoint_input_remedy
         if remedy is None:
-            return self.goal(True, "no remedy is set")
+            return self.goal(True, "checkpoint_input_remedy is not set")
         return self.goal(False, f"checkpoint_input_remedy is {remedy!r}, must be None", "leave the remedy out")
 
     def remedy_empties_no_storage(self) -> Self:
