@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -803,6 +803,15 @@ def test_a_request_to_terminate_ends_a_search_as_ctrl_c_does(of_ctrl_c: Any) -> 
     finally:
         signal.signal(signal.SIGINT, handlers[0])
     assert signal.getsignal(signal.SIGTERM) == handlers[1]
+
+
+def test_a_search_in_another_thread_leaves_signals_alone() -> None:
+    def search() -> Any:
+        with terminated_as_by_ctrl_c():
+            return signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(search).result() == signal.getsignal(signal.SIGTERM)
 
 
 def test_a_step_with_a_limit_starts_in_a_process_of_its_own() -> None:
