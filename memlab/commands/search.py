@@ -171,7 +171,6 @@ def _settings_search(arguments: argparse.Namespace) -> Callable[[], int]:
     def find_front(workers: Workers) -> SearchResult:
         from memlab.lab.search_workers import front_of
 
-        _tell_least(scenarios, limit_bytes)
         return front_of(
             base,
             scenarios,
@@ -191,6 +190,7 @@ def _settings_search(arguments: argparse.Namespace) -> Callable[[], int]:
         return lambda: _find_largest(arguments, scenarios, base, limit_bytes, source)
 
     def job() -> int:
+        _tell_least(scenarios, limit_bytes)
         try:
             with (
                 stdout_reserved_for_result(),
@@ -209,12 +209,13 @@ def _settings_search(arguments: argparse.Namespace) -> Callable[[], int]:
 
 
 def _tell_least(scenarios: list[Scenario], limit_bytes: int) -> None:
-    """Says before the first step, of which some take long, what no setting changes."""
+    """Says at once, before the first of the steps, what no setting changes."""
     most = max(scenarios, key=bytes_at_update)
     num_bytes = bytes_at_update(most)
+    verdict = ": no predicted setting fits" if num_bytes > limit_bytes else ""
     print(
         f"under all settings, parameters, gradients and optimizer state of rank {most.layout.rank} take "
-        f"{format_bytes(num_bytes)} during the update; torch may hold {format_bytes(limit_bytes)}",
+        f"{format_bytes(num_bytes)} during the update; torch may hold {format_bytes(limit_bytes)}{verdict}",
         file=sys.stderr,
         flush=True,
     )
