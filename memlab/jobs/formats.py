@@ -383,7 +383,7 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
     if not any(word.startswith("--config") for word, _ in words):
         programs = (
             Entry("", word, line)
-            for (flag, _), (word, line) in pairwise(words)
+            for (flag, _), (word, line) in pairwise([("", 0), *words])
             if flag == "-m" or (word.endswith(".py") and "=" not in word)
         )
         entries.program = next(programs, None)

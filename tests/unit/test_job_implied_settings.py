@@ -737,8 +737,8 @@ def test_a_model_without_latent_attention_cannot_recompute_its_projections(tmp_p
     ],
 )
 def test_what_megatron_lm_refuses_and_memlab_predicts_is_named(tmp_path: Path, refused: str, accepted: str) -> None:
-    assert any(" refuses " in text for text in read(tmp_path, refused).warnings)
-    assert not any(" refuses " in text for text in read(tmp_path, accepted).warnings)
+    assert any("refuses" in text for text in read(tmp_path, refused).warnings)
+    assert not any("refuses" in text for text in read(tmp_path, accepted).warnings)
 
 
 _BRIDGE = """model: {num_layers: 4, hidden_size: 1024, num_attention_heads: 16, ffn_hidden_size: 4096, vocab_size: 32000,

@@ -82,6 +82,23 @@ _OF_ARGUMENTS: tuple[_Rule, ...] = (
         *("num_layers with encoder_num_layers", _ONE_OF_TWO, "num_layers"),
     ),
     (
+        lambda job: (
+            job.entries.get("num_layers_per_virtual_pipeline_stage") is not None
+            and any(job.entries.get(f"decoder_{end}_pipeline_num_layers") is not None for end in ("first", "last"))
+        ),
+        "num_layers_per_virtual_pipeline_stage with layers of the first or last stage",
+        *("give num_virtual_stages_per_pipeline_rank in its place", "virtual_pipeline_model_parallel_size"),
+    ),
+    (
+        lambda job: (
+            job.entries.get("no_overlap_p2p_communication")
+            and _ranks(job, "pipeline_model") == 2
+            and any(job.entries.get(name) is not None for name in _CHUNKS)
+        ),
+        "several model chunks on two stages with no_overlap_p2p_communication",
+        *("leave no_overlap_p2p_communication out", "virtual_pipeline_model_parallel_size"),
+    ),
+    (
         lambda job: job.entries.get("no_position_embedding") and job.values.get("position_embedding_type") != "rope",
         "no_position_embedding without rotary positions",
         *("give position_embedding_type rope or none in its place", "position_embedding_type"),
