@@ -55,6 +55,8 @@ class Job:
     """None if the job cannot start, or if memlab does not model it."""
     settings: MemorySettings | None
     """None where `scenario` is None."""
+    micro_batches: tuple[int, int] | None = None
+    """The fewest and the most micro-batches of a copy in a step, where the data decides how many fill a budget."""
     rollout: Rollout | None = None
     """What a job of reinforcement learning does between training steps; None for other jobs."""
     cannot_start: str | None = None
@@ -154,6 +156,12 @@ class Job:
         _override(framework, entries, {k: text for k, text in given.items() if k not in environment or k in own})
         entries = framework.own_entries(entries)
         reading = Reading(path=path, entries=entries, version=version, warnings=list(entries.warnings))
+        if version is None and (around := framework.version_around(path)) is not None:
+            reading.version, folder = around
+            reading.warnings.append(
+                f"the file lies in a checkout of {framework.title}, {folder}, with the defaults of {reading.version}: "
+                "memlab takes these; give --framework-version for another"
+            )
         if world_size is not None:
             reading.values["world_size"] = world_size
         try:
@@ -184,6 +192,7 @@ class Job:
             "framework": self.framework,
             "scenario": None if self.scenario is None else self.scenario.to_dict(),
             "settings": None if self.settings is None else self.settings.to_dict(),
+            "micro_batches": None if self.micro_batches is None else list(self.micro_batches),
             "rollout": None if self.rollout is None else self.rollout.to_dict(),
             "cannot_start": self.cannot_start,
             "not_supported": self.not_supported,
@@ -331,6 +340,7 @@ def _built(
         framework=framework.name,
         scenario=scenario,
         settings=settings if scenario is not None else None,
+        micro_batches=reading.micro_batches if cannot_start is None else None,
         rollout=rollout,
         cannot_start=cannot_start,
         refused_fields=refused_fields,

@@ -11,6 +11,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
+from memlab.jobs.frameworks.budgets import by_tokens
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, under
 from memlab.jobs.frameworks.lines import hydra_lines
@@ -29,12 +30,11 @@ from memlab.jobs.frameworks.reinforcement import (
     take_sequences,
     vllm_arguments,
 )
+from memlab.jobs.frameworks.verl_checkout import BEFORE, VERSIONS, version_around
 from memlab.jobs.frameworks.verl_engine import (
     AWAY,
-    BEFORE,
     CANNOT_WRITE,
     FIXED,
-    VERSIONS,
     cannot_write,
     complete_engine,
     engine_keys,
@@ -172,7 +172,15 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "actor_rollout_ref.model.use_remove_padding")
-        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences, is_refused=True)
+        take_rows(
+            reading,
+            f"{_ACTOR}.ppo_max_token_len_per_gpu",
+            tokens,
+            longest,
+            sequences,
+            counted=by_tokens,
+            is_refused=True,
+        )
         return
     if values.get("micro_batch_size") is None:
         reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")
@@ -410,4 +418,5 @@ VERL = Framework(
     render=hydra_lines,
     configurations=("ppo_megatron_trainer", "ppo_trainer", "fully_async_ppo_megatron_trainer"),
     versions=VERSIONS,
+    version_around=version_around,
 )

@@ -53,10 +53,9 @@ from memlab.jobs.frameworks.megatron_keys import (
 )
 from memlab.jobs.frameworks.megatron_lm import OF_OTHER_FRAMEWORKS, take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import note_replaced_values
+from memlab.jobs.frameworks.verl_checkout import BEFORE, FP32_SINCE, RELEASE
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
-RELEASE, FP32_SINCE, BEFORE = "0.9.1", "2026-08-20", "before-2026-08-20"
-VERSIONS = (RELEASE, FP32_SINCE, BEFORE)
 _OWN_OPTIMIZER = (
     "use_precision_aware_optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer",
     "use_layer_wise_distributed_optimizer",

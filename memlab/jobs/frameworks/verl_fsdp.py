@@ -12,6 +12,7 @@ from typing import Any
 from memlab.config.rollout import ReferencePass
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.budgets import by_tokens
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
@@ -65,7 +66,7 @@ from memlab.jobs.frameworks.verl import (
     skip_passes,
     take_allocator,
 )
-from memlab.jobs.frameworks.verl_engine import FP32_SINCE, RELEASE
+from memlab.jobs.frameworks.verl_checkout import FP32_SINCE, RELEASE, version_around
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
@@ -422,7 +423,15 @@ def _take_rows(reading: Reading) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, removes_padding = values.pop("tokens_per_rank"), values.pop("removes_padding")
     if values.pop("is_dynamic"):
-        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences, is_refused=True)
+        take_rows(
+            reading,
+            f"{_ACTOR}.ppo_max_token_len_per_gpu",
+            tokens,
+            longest,
+            sequences,
+            counted=by_tokens,
+            is_refused=True,
+        )
     else:
         key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
         if values.get("micro_batch_size") is None:
@@ -550,6 +559,7 @@ VERL_FSDP = Framework(
     complete_of_model=check_family,
     check=check,
     versions=VERL.versions,
+    version_around=version_around,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     compose=compose,
     packs=is_packed,

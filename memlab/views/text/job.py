@@ -92,7 +92,7 @@ def _summary(job: Job) -> list[str]:
     lines = [
         f"model      {scenario.architecture.name}, {scenario.num_layers} layers, {scenario.dtype}",
         f"layout     {scenario.layout}" + (f" ({ranks} ranks)" if ranks > 1 else ""),
-        f"workload   {scenario.micro_batch_size} x {tokens} per micro-batch, {batches} per step",
+        f"workload   {scenario.micro_batch_size} x {tokens} per micro-batch, {batches} per step{_range(job)}",
         f"state      {scenario.state}",
         f"settings   {job.settings}",
     ]
@@ -101,6 +101,14 @@ def _summary(job: Job) -> list[str]:
     if scenario.allocator != AllocatorSettings():
         lines.append(f"allocator  {scenario.allocator}")
     return lines
+
+
+def _range(job: Job) -> str:
+    """Returns how many micro-batches the job may have where it is not how many memlab predicts."""
+    fewest, most = job.micro_batches or (0, 0)
+    if job.scenario is None or {fewest, most} <= {0, job.scenario.num_microbatches}:
+        return ""
+    return f" (the job has {most})" if fewest == most else f" (the job has {fewest} to {most}, as the data decides)"
 
 
 def _of_any_model(common: OfAnyModel) -> list[str]:
