@@ -153,3 +153,10 @@ def test_the_checkout_around_a_job_s_file_decides_verl_s_version(
     assert bool(job.questions) is (reduces_in_bf16 is None)
     if reduces_in_bf16 is not None:
         assert job.required()[0].state.grad_reduce_in_bf16 is reduces_in_bf16
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+@pytest.mark.parametrize("program", ["main_generation_server", "main_eval"])
+def test_a_program_of_verl_that_trains_nothing_is_refused(engine: str, program: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(_VERL.format(engine).replace("main_ppo", program))
+    assert "does not train" in str(Job.read(tmp_path / "run.sh", version="0.9.1").not_supported)

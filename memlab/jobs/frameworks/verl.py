@@ -24,6 +24,7 @@ from memlab.jobs.frameworks.reinforcement import (
     note_padded_rows,
     note_segments,
     only_segments,
+    refuse_program,
     sglang_arguments,
     take_rollout,
     take_rows,
@@ -126,11 +127,16 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
+WITHOUT_TRAINING = (".main_generation_server", ".main_generation", ".main_eval")
+"""How the names of verl's programs end that have its configuration and train nothing (verl/trainer, 1dda039b)."""
+
+
 def complete(reading: Reading) -> None:
     """Derives ranks, workload and gradients."""
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
+    refuse_program(reading, WITHOUT_TRAINING)
     check_engine(reading)
     note_critic(reading, "critic.megatron")
     section = "megatron.override_transformer_config"
