@@ -367,7 +367,10 @@ def _as_read(reading: Reading) -> dict[str, Any]:
     model = None if name is None else published_architecture(str(name))
     phases = {} if reading.rollout is None else reading.rollout.to_dict()
     phases = {f"rollout_{name}" if name in reading.values else name: value for name, value in phases.items()}
-    return ({} if model is None else shown_fields(model)) | phases | dict(reading.values)
+    values = {name: value for name, value in reading.values.items() if value is not None}
+    if values.get("engine") == "fsdp2" and model is not None and not any(reading.blocked.values()):
+        values = TrainingState().options() | values  # only the layout is refused, or the model's family
+    return ({} if model is None else shown_fields(model)) | phases | dict(reading.values) | values
 
 
 def _note_missing_sizes(reading: Reading, framework: Framework, scenario: Scenario) -> None:

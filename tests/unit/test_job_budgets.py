@@ -82,6 +82,7 @@ _SKYRL = (
     "trainer.micro_train_batch_size_per_gpu=1 trainer.micro_forward_batch_size_per_gpu=1 "
     "trainer.train_batch_size=16 trainer.max_tokens_per_microbatch="
 )
+_STEPS = "generator.step_wise_trajectories=true"
 
 
 @pytest.mark.parametrize(
@@ -96,6 +97,7 @@ _SKYRL = (
         (f"{_SLIME} 65536", (1, 1)),
         (f"{_SKYRL}4096", (1, 6)),
         (f"{_SKYRL}6200", (1, 3)),
+        (f"{_SKYRL}-1 {_STEPS} generator.max_turns=4", (6, 24)),
     ],
 )
 def test_a_job_says_how_many_micro_batches_the_data_can_fill(
@@ -104,8 +106,15 @@ def test_a_job_says_how_many_micro_batches_the_data_can_fill(
     (tmp_path / "run.sh").write_text(script)
     job = Job.read(tmp_path / "run.sh", version="2026-08-20" if "verl" in script else None)
     assert job.micro_batches == expected
-    said = f"their number, {expected[0]} to {expected[1]} in a step, depends on the data"
+    said = f", {expected[0]} to {expected[1]} in a step, depend"
     assert (said in " ".join(job.warnings)) is (expected != (1, 1))
+
+
+def test_steps_of_an_agent_have_no_known_number(tmp_path: Path) -> None:
+    script = f"{_SKYRL}-1 {_STEPS} generator.max_turns=4 trainer.algorithm.max_seq_len=8192"
+    (tmp_path / "run.sh").write_text(script.replace("skyrl.train.entrypoints.main_base", "harbor.main_harbor"))
+    job = Job.read(tmp_path / "run.sh")
+    assert job.micro_batches is None and "so the number of micro-batches depends on the data" in " ".join(job.warnings)
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("sequence_packing", (1, 4)), ("dynamic_batching", (1, 4))])

@@ -337,6 +337,14 @@ _MEMORY = [
 ]
 
 
+def test_buffers_of_the_sender_concern_the_training_s_gpus_wherever_the_engine_is(tmp_path: Path) -> None:
+    """``NIXLCheckpointEngine`` of NeMo-RL (7ea279ab) keeps two on each rank, unless it releases them."""
+    key, away = "policy.generation.refit_transport", "policy.generation.colocated.enabled=false"
+    job = _job("nemo-rl", tmp_path, f"{key}=nixl", away)
+    assert key in {one.key for one in job.not_modelled}
+    assert job.rollout is not None and not job.rollout.is_colocated
+
+
 @pytest.mark.parametrize(("framework", "key", "value", "effect"), _MEMORY)
 def test_a_key_that_changes_memory_is_never_said_to_have_no_effect(
     framework: str, key: str, value: str, effect: str, tmp_path: Path

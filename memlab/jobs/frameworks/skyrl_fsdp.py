@@ -63,6 +63,7 @@ from memlab.jobs.frameworks.skyrl import (
     longest_row,
     note_reference,
     note_skipped_passes,
+    note_steps,
 )
 from memlab.jobs.frameworks.skyrl import (
     check as check_batches,
@@ -175,6 +176,7 @@ def complete(reading: Reading) -> None:
     longest = longest_row(reading)
     _take_phases(reading, per_node, longest, is_colocated=is_colocated)
     _take_rows(reading, longest)
+    note_steps(reading)
 
 
 def complete_engine(reading: Reading, policy: str, loss: str, chunk: str) -> None:
