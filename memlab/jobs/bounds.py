@@ -524,7 +524,7 @@ def categories_it_can_take(key: str) -> tuple[str, ...] | None:
 
 def is_of_inference_engine(key: str) -> bool:
     """Whether a key concerns the engine that generates, and not the training step."""
-    if key.endswith(_OF_TRAINING_TOO):
+    if key.endswith(_OF_TRAINING_TOO) or "checkpoint_engine" in key.split("."):
         return False
     return (
         key.startswith(_OF_ENGINE)

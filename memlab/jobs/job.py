@@ -313,7 +313,7 @@ def _built(
         framework.complete_refused(reading)
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
-    as_read = _as_read(reading) if cannot_start is None and scenario is None else {}
+    as_read = _as_read(framework, reading) if cannot_start is None and scenario is None else {}
     refuses = cannot_start is None and not_supported is not None and not reading.questions
     _note_accelerator(reading)
     _drop_engine(reading)
@@ -361,14 +361,14 @@ def _built(
     )
 
 
-def _as_read(reading: Reading) -> dict[str, Any]:
+def _as_read(framework: Framework, reading: Reading) -> dict[str, Any]:
     """Returns the values of a job that memlab cannot predict, with its model's sizes and what it does between steps."""
     name = reading.values.get("architecture")
     model = None if name is None else published_architecture(str(name))
     phases = {} if reading.rollout is None else reading.rollout.to_dict()
     phases = {f"rollout_{name}" if name in reading.values else name: value for name, value in phases.items()}
-    values = {name: value for name, value in reading.values.items() if value is not None}
-    if values.get("engine") == "fsdp2" and model is not None and not any(reading.blocked.values()):
+    values = {name: value for name, value in reading.values.items() if value is not None} | {"engine": framework.engine}
+    if framework.engine == "fsdp2" and model is not None and not any(reading.blocked.values()):
         values = TrainingState().options() | values  # only the layout is refused, or the model's family
     return ({} if model is None else shown_fields(model)) | phases | dict(reading.values) | values
 

@@ -692,6 +692,8 @@ BRIDGE = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=(
         keys_without_effect("bridge")
+        | keys_without_effect("environment", "env_vars")
+        | keys_without_effect("environment", "ENV_VARS")
         | keys_without_effect("bridge_dataset", "dataset")
         | keys_without_effect("bridge_provider", "model")
         | keys_without_effect("megatron_core_model", "model")

@@ -137,6 +137,7 @@ def wraps_others(value: Any) -> bool:
 
 FRAMEWORK_MISSING = (
     *(row for row in SKYRL.missing if row.name.startswith(("generator.", "trainer.fully_async."))),
+    Missing("trainer.mtp.enabled", "more", "the inference engine has a draft model too"),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
     Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
     Missing("trainer.flash_attn", "either", "rows are padded, and attention then has a mask", is_false),

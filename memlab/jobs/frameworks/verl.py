@@ -13,7 +13,19 @@ from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.budgets import by_tokens
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
-from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, under
+from memlab.jobs.frameworks.keys import (
+    ALLOCATOR,
+    COUNT,
+    NUMBER,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    Key,
+    Missing,
+    is_given,
+    other_than,
+    under,
+)
 from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.megatron_lm import ONLY_OF_VERL_AND_SLIME
 from memlab.jobs.frameworks.reinforcement import (
@@ -124,6 +136,12 @@ FRAMEWORK_MISSING = (
             "other GPUs generate, and the engine of the training's GPUs sleeps unless it is lent to them",
             lambda value: value == "separate_async"),
     Missing(f"{_ROLLOUT}.disaggregation.enabled", "either", "prefill and decoding have different engines"),
+    *(Missing(f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rollout_dtype", "either",
+              "memlab takes the weights that are sent in 2 bytes", other_than("bfloat16", "bf16", "float16"))
+      for backend in ("nccl", "nixl", "kimi_ckpt_engine", "mooncake")),
+    *(Missing(f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.device", "less",
+              "the buffers from which weights are sent are on the host", other_than("cuda"))
+      for backend in ("nixl", "mooncake")),
 )  # fmt: skip
 
 

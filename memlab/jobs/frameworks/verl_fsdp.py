@@ -171,8 +171,9 @@ KEYS = (
     Key(f"{_ROLLOUT}.layered_summon", "is_layered", SWITCH, False),
 )  # fmt: skip
 FRAMEWORK_MISSING = (
-    *(row for row in VERL.missing if row.name.startswith((f"{_ACTOR}.", "distillation.", "reward", "trainer."))
-      and not row.name.startswith(_OF_MEGATRON)),
+    *(row for row in VERL.missing
+      if row.name.startswith((f"{_ACTOR}.", f"{_ROLLOUT}.", "distillation.", "reward", "trainer."))
+      and not row.name.startswith((*_OF_MEGATRON, f"{_ROLLOUT}.enable_rollout_routing_replay"))),
     Missing(f"{_ACTOR}.entropy_coeff", "more", "the entropy's gradient keeps probabilities and a copy of the logits"),
     Missing(f"{_ACTOR}.calculate_entropy", "more", "verl keeps probabilities for backward"),
     *(Missing(f"{section}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens")

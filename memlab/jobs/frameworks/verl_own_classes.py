@@ -161,7 +161,7 @@ def _take_automodel(reading: Reading, engine: str, optim: str) -> None:
     if values["tensor_model_parallel_size"] == 1:
         del values["sequence_parallel"]
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
-    values["reshard_after_forward"] = "all_but_last"
+    values |= {"reshard_after_forward": "all_but_last", "fsdp_cpu_offload": False}
     kind = f"{values.pop('library')}.{values.pop('optimizer')}"
     is_adam = kind in ("torch.optim.AdamW", "torch.optim.Adam")
     if not is_adam:
