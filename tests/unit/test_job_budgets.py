@@ -169,3 +169,46 @@ def test_the_checkout_around_a_job_s_file_decides_verl_s_version(
 def test_a_program_of_verl_that_trains_nothing_is_refused(engine: str, program: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(_VERL.format(engine).replace("main_ppo", program))
     assert "does not train" in str(Job.read(tmp_path / "run.sh", version="0.9.1").not_supported)
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+@pytest.mark.parametrize(("words", "is_told"), [("", True), ("--config-name=dapo_trainer ", False)])
+def test_a_program_that_is_not_verl_s_own_may_have_other_defaults(
+    engine: str, words: str, is_told: bool, tmp_path: Path
+) -> None:
+    script = _VERL.format(engine).replace("verl.trainer.main_ppo ", f"recipe.dapo.main_dapo {words}")
+    (tmp_path / "run.sh").write_text(script)
+    warnings = " ".join(Job.read(tmp_path / "run.sh", version="0.9.1").warnings)
+    assert ("recipe.dapo.main_dapo is no program of verl's own" in warnings) is is_told
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key"),
+    [
+        ("run.sh", _VERL.format("dp"), "trainer.val_only"),
+        ("run.sh", _VERL.format("megatron"), "trainer.val_only"),
+        (
+            "run.sh",
+            (
+                "torchrun pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16 "
+                "--max-position-embeddings 64 --micro-batch-size 1 --padded-vocab-size 128"
+            ),
+            "skip_train",
+        ),
+        *(
+            ("run_config.yaml", "model:\n  hf_model_id: Qwen/Qwen3-8B\ntrain:\n  micro_batch_size: 1\nddp: {}\n", key)
+            for key in ("train.skip_train", "validation.skip_train")
+        ),
+    ],
+)
+def test_a_job_that_only_evaluates_is_refused(name: str, text: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    told = [
+        str(
+            Job.read(
+                tmp_path / name, overrides=[f"{key}={on}"], version="0.9.1" if "verl" in text else None
+            ).not_supported
+        )
+        for on in ("true", "false")
+    ]
+    assert "does not train" in told[0] and "does not train" not in told[1]

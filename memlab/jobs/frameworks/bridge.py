@@ -197,6 +197,8 @@ _DISTILLATION = (
 )  # fmt: skip
 """Fields of ModelOpt's DistillationConfig (modelopt/torch/distill/plugins/megatron.py, 0.47.0)."""
 FRAMEWORK_MISSING = (
+    *(Missing(f"{section}.skip_train", "less", "the job evaluates and does not train", blocks=True, of="job")
+      for section in ("train", "validation")),
     *_OTHER_MODELS,
     Missing("model.class", "either", "models of this class of Megatron-Bridge", is_given, blocks=True),
     *frozen_parts("model."),

@@ -117,6 +117,7 @@ FRAMEWORK_MISSING = (
     Missing(f"{_ACTOR}.qat.enable", "either", "weights are quantized in forward"),
     Missing(f"{_ACTOR}.router_replay.mode", "more", "the chosen experts of each token are kept, of all micro-batches",
             lambda value: value not in (None, "disabled")),
+    Missing("trainer.val_only", "less", "the job validates and does not train", blocks=True, of="job"),
     Missing("distillation.enabled", "more", "the loss reads more of the logits than the labels' log-probabilities"),
     *(
         Missing(f"{one}.enable", "more", "a reward model's engine may be on the same GPUs")
@@ -149,12 +150,26 @@ WITHOUT_TRAINING = (".main_generation_server", ".main_generation", ".main_eval")
 """How the names of verl's programs end that have its configuration and train nothing (verl/trainer, 1dda039b)."""
 
 
+def check_program(reading: Reading) -> None:
+    """Refuses programs that train nothing, and says where a program's own configuration is not known."""
+    refuse_program(reading, WITHOUT_TRAINING)
+    program = reading.entries.program
+    if program is None or "config_name" in reading.entries.by_key:
+        return
+    name = str(program.value)
+    if not name.startswith(("verl.", "verl/")) and "/verl/" not in name:
+        reading.warnings.append(
+            f"{program.place}: {name} is no program of verl's own, and may have a configuration of its own: memlab "
+            "takes verl's defaults for what the file does not give; give --set KEY=VALUE for others"
+        )
+
+
 def complete(reading: Reading) -> None:
     """Derives ranks, workload and gradients."""
     values = reading.values
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
-    refuse_program(reading, WITHOUT_TRAINING)
+    check_program(reading)
     check_engine(reading)
     note_critic(reading, "critic.megatron")
     section = "megatron.override_transformer_config"

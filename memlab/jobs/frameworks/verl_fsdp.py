@@ -51,7 +51,6 @@ from memlab.jobs.frameworks.reinforcement import (
     note_other_reference,
     note_replaced_values,
     only_segments,
-    refuse_program,
     sequences_of_a_step,
     take_rollout,
     take_rows,
@@ -59,7 +58,7 @@ from memlab.jobs.frameworks.reinforcement import (
 )
 from memlab.jobs.frameworks.verl import (
     VERL,
-    WITHOUT_TRAINING,
+    check_program,
     check_sequences,
     compares,
     copies_of_bucket,
@@ -228,7 +227,7 @@ def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_
     values, per_node = reading.values, reading.values.pop("ranks_per_node")
     del values["nodes"]
     reading.known.add("config_name")
-    refuse_program(reading, WITHOUT_TRAINING)
+    check_program(reading)
     note_critic(reading, f"critic.{name}")
     if values["is_colocated"]:
         take_allocator(reading)
