@@ -168,6 +168,9 @@ def padding_in_fp8(unit: int, _: int, __: str) -> tuple[int, int]:
 def complete_engine(reading: Reading, engine: str, optim: str, model: str) -> None:
     """Derives gradients, and what leaves the device."""
     note_replaced_values(reading, f"{model}.override_config")
+    if reading.values["dtype"] == "fp16":
+        reading.values["dtype"] = "bf16"
+        reading.blocked["precision"].append(f"{engine}.dtype {reading.get(f'{engine}.dtype')}: memlab computes in bf16")
     take_sequence_parallel(reading, f"{engine}.sequence_parallel", default=True)
     _complete_optimizer(reading, optim)
     _complete_gradients(reading, engine, optim)

@@ -52,7 +52,8 @@ def job_table(job: Job, common: OfAnyModel | None = None) -> str:
         causes,
         [f"{job.path.name}: a job of {framework.title} (names and defaults of {framework.source})"],
         _summary(job),
-        _as_read(job.as_read) if common is None else _of_any_model(common),
+        [] if common is None else _of_any_model(common),
+        _as_read(job.as_read) if common is None or not common.values else [],
     ]
     given = [taken for taken in job.taken if taken.place != "default"]
     defaults = [taken for taken in job.taken if taken.place == "default" and _says_something(taken)]
