@@ -182,6 +182,13 @@ def test_a_program_that_is_not_verl_s_own_may_have_other_defaults(
     assert ("recipe.dapo.main_dapo is no program of verl's own" in warnings) is is_told
 
 
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+@pytest.mark.parametrize(("key", "is_refused"), [("policy_loss.tau_pos", True), ("tau_pos", False)])
+def test_the_policy_s_loss_has_no_numbers_of_sapo(engine: str, key: str, is_refused: bool, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{_VERL.format(engine)} +actor_rollout_ref.actor.{key}=1.0")
+    assert ("PolicyLossConfig" in str(Job.read(tmp_path / "run.sh", version="0.9.1").cannot_start)) is is_refused
+
+
 @pytest.mark.parametrize(
     ("name", "text", "key"),
     [

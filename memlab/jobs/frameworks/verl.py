@@ -284,6 +284,19 @@ def take_allocator(reading: Reading) -> None:
         note_segments(reading, key)
 
 
+def check_policy_loss(reading: Reading) -> None:
+    """Checks that SAPO's two numbers stand where ``ActorConfig`` has them (0.8.0, 0.9.1 and 1dda039b).
+
+    Raises:
+        CannotStartError: If they are among those of ``PolicyLossConfig``, as in two of verl's own examples.
+    """
+    for name in ("tau_pos", "tau_neg"):
+        if f"{_ACTOR}.policy_loss.{name}" in reading.entries.by_key:
+            raise CannotStartError(
+                f"{_ACTOR}.policy_loss.{name} is set, which verl's PolicyLossConfig does not have: set {_ACTOR}.{name}"
+            )
+
+
 def check(reading: Reading) -> None:
     """Checks rules of ``RolloutConfig`` in verl/workers/config/rollout.py, and of ``engine_workers.py`` (0.9.1).
 
@@ -291,6 +304,7 @@ def check(reading: Reading) -> None:
         CannotStartError: If it refuses the job, or the first backward fails (`_check_entropy`).
     """
     _check_entropy(reading)
+    check_policy_loss(reading)
     check_sequences(reading)
     key, own = f"{_ROLLOUT}.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"
     is_dynamic = reading.get(own) or False

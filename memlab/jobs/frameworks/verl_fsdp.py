@@ -58,6 +58,7 @@ from memlab.jobs.frameworks.reinforcement import (
 )
 from memlab.jobs.frameworks.verl import (
     VERL,
+    check_policy_loss,
     check_program,
     check_sequences,
     compares,
@@ -449,6 +450,7 @@ def check(reading: Reading) -> None:
         CannotStartError: If verl or torch refuses the job.
     """
     check_shards(reading)
+    check_policy_loss(reading)
     check_sequences(reading)
 
 
@@ -555,7 +557,7 @@ VERL_FSDP = Framework(
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=VERL.without_effect
-    | {f"{_FSDP}.mixed_precision.buffer_dtype", f"{_ACTOR}.policy_loss.tau_pos", f"{_ACTOR}.policy_loss.tau_neg"}
+    | {f"{_FSDP}.mixed_precision.buffer_dtype"}
     | {key.name for key in VERL.keys if not key.name.startswith(_OF_MEGATRON) or ".model.lora." in key.name}
     | {row.name for row in VERL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
