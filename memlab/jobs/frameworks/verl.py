@@ -146,13 +146,12 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
-WITHOUT_TRAINING = (".main_generation_server", ".main_generation", ".main_eval")
-"""How the names of verl's programs end that have its configuration and train nothing (verl/trainer, 1dda039b)."""
+WITHOUT_TRAINING = ("main_generation", "main_generation_server", "main_eval")
+"""Ends of the names of verl's programs that take keys of a training, and train nothing."""
 
 
-def check_program(reading: Reading) -> None:
-    """Refuses programs that train nothing, and says where a program's own configuration is not known."""
-    refuse_program(reading, WITHOUT_TRAINING)
+def note_program(reading: Reading) -> None:
+    """Says where a program's own configuration is not known."""
     program = reading.entries.program
     if program is None or "config_name" in reading.entries.by_key:
         return
@@ -167,9 +166,10 @@ def check_program(reading: Reading) -> None:
 def complete(reading: Reading) -> None:
     """Derives ranks, workload and gradients."""
     values = reading.values
+    refuse_program(reading, WITHOUT_TRAINING)
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
-    check_program(reading)
+    note_program(reading)
     check_engine(reading)
     note_critic(reading, "critic.megatron")
     section = "megatron.override_transformer_config"

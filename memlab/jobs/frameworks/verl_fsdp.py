@@ -51,6 +51,7 @@ from memlab.jobs.frameworks.reinforcement import (
     note_other_reference,
     note_replaced_values,
     only_segments,
+    refuse_program,
     sequences_of_a_step,
     take_rollout,
     take_rows,
@@ -58,12 +59,13 @@ from memlab.jobs.frameworks.reinforcement import (
 )
 from memlab.jobs.frameworks.verl import (
     VERL,
+    WITHOUT_TRAINING,
     check_policy_loss,
-    check_program,
     check_sequences,
     compares,
     copies_of_bucket,
     note_critic,
+    note_program,
     rows_of_passes,
     skip_passes,
     take_allocator,
@@ -226,9 +228,10 @@ def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_
         has_reference_on_host: Whether a reference model's shards are on the host, wherever the policy's are.
     """
     values, per_node = reading.values, reading.values.pop("ranks_per_node")
+    refuse_program(reading, WITHOUT_TRAINING)
     del values["nodes"]
     reading.known.add("config_name")
-    check_program(reading)
+    note_program(reading)
     note_critic(reading, f"critic.{name}")
     if values["is_colocated"]:
         take_allocator(reading)
