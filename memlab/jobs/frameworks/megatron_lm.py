@@ -206,6 +206,7 @@ FLAGS_MISSING = (
     *(replace(row, default=_DEFAULTS.get(row.name, ABSENT)) for row in _CORE_ROWS if row.name not in _NOT_ARGUMENTS),
     *(replace(_ROW[field], name=flag) for flag, field in _OTHER_NAMES.items()),
     *(replace(_ROW[field], name=flag, is_on=bool) for flag, field in _SWITCHED_OFF.items()),
+    Missing("skip_train", "less", "the job evaluates and does not train", blocks=True, of="job"),
     Missing("use_legacy_models", "either", "legacy models are not those of Megatron-Core", blocks=True),
     Missing(
         "spec", "either", "layers of the job's own specification are another model",
