@@ -37,4 +37,6 @@ class ResidencyCheck(Goals):
         if self._audit.complaints == other.complaints:
             return self.goal(True, f"the same complaint, {other}")
         hint = "compare this with what the audits in the sections about the five errors say"
+        if not self._audit.complaints:
+            hint = "nothing is wrong after the same calls: choose an error that shows in them"
         return self.goal(False, f"the audit says '{self._audit}', which is not what the job's audit says", hint)

@@ -28,6 +28,13 @@ _OF_CURVE = "a step of this run has only static_bytes, peak_allocated_bytes and 
 """What to do about an attribute that only a record has."""
 _OF_STEADY = "return spike where nothing stays and nothing grows, also where diagnose would call the run steady"
 """What to do about a run without any of the four."""
+_RULES = {
+    "leak": "a leak: its rise counts, and the last start exceeds the one before by 5 % of the rise or more",
+    "growth": "growth: its rise counts, and the last start exceeds the one before by less than 5 % of the rise",
+    "retention": "retention: its rise is below 1 % of the first start, and every step has a residual",
+    "spike": "a spike: its rise is below 1 % of the first start, and one step has no residual",
+}
+"""What makes a run what it is."""
 _OF_LOAD = (
     "the size has to be stored before the storage is emptied, and in the same unit; a load calls resize_ with it, and "
     "then zero_()"
@@ -123,7 +130,8 @@ class CodeCheck(Goals):
                 what = f"for {name}, your function gives {answer!r}, must be one of {listed(KINDS)}"
                 return self.goal(False, what, hint)
             if kind != needed:
-                return self.goal(False, f"for {name}, your function says {kind}, which is wrong: {_shown(steps)}")
+                what = f"for {name}, your function says {kind}, which is wrong: {_shown(steps)}"
+                return self.goal(False, what, f"it is {_RULES[needed]}")
         return self.goal(True, f"the function is right for {len(known)} runs of this lab and {len(unseen)} unseen ones")
 
 

@@ -249,7 +249,7 @@ class Check(Goals):
         for name, needed in options.items():
             value = getattr(state, name)
             if value != needed:
-                return self.goal(False, f"{name} is {value!r}, must be {needed!r}")
+                return self.goal(False, f"{name} is {value!r}, must be {needed!r}", f"write {name}={needed!r}")
         given = ", ".join(f"{name}={value!r}" for name, value in options.items())
         return self.goal(True, f"the training state has {given}")
 

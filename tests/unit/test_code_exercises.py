@@ -537,7 +537,7 @@ WRONG_KINDS = {
         KIND_OF.replace("if rise", "if not steps[0].residual_bytes and rise"),
         "your function says retention, which is wrong",
     ),
-    "no growth": (KIND_OF.replace('"growth"', '"leak"'), "which is wrong"),
+    "no growth": (KIND_OF.replace('"growth"', '"leak"'), "Hint: it is growth: its rise counts, and"),
     "no retention": (KIND_OF.replace('"retention"', '"spike"'), "your function says spike, which is wrong"),
     "a residual of most steps": (
         KIND_OF.replace(
@@ -554,7 +554,7 @@ WRONG_KINDS = {
     ),
     "half of the mean rise": (
         KIND_OF.replace("0.05 * rise", "0.5 * rise / (len(starts) - 1)"),
-        "your function says growth, which is wrong",
+        "GiB. Hint: it is a leak: its rise counts",
     ),
     "what only a record has": ("steps[0].loss\n" + KIND_OF, "Hint: a step of this run has only static_bytes"),
     "steady": (KIND_OF.replace('"spike"', '"steady"'), "also where diagnose would call the run steady"),

@@ -331,7 +331,10 @@ def test_what_an_exercise_allows_to_change_may_differ(capsys: pytest.CaptureFixt
 
 def test_a_state_that_the_exercise_forbids_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert not check(PLAIN).with_state(manual_gc=False, exp_avg_dtype="bf16")
-    assert capsys.readouterr().out == "not yet: exp_avg_dtype is 'fp32', must be 'bf16'\n"
+    assert (
+        capsys.readouterr().out
+        == "not yet: exp_avg_dtype is 'fp32', must be 'bf16'. Hint: write exp_avg_dtype='bf16'.\n"
+    )
 
 
 def test_an_answer_that_is_refused_prints_one_line_and_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -324,6 +324,7 @@ def test_the_checks_of_an_audit_pass_and_help(capsys: pytest.CaptureFixture[str]
     assert wrong_group.startswith("not yet: the device holds parameters, must hold only gradients. Hint: offload")
     assert "the right groups, but the audit finds: parameters: 2 B on the device where 1 B should be" in wrong_size
     assert "says 'every byte is where it should be', which is not what" in other_complaint
+    assert other_complaint.endswith("Hint: nothing is wrong after the same calls: choose an error that shows in them.")
     assert "2 B" not in other_complaint, "it does not tell the answer"
 
 
