@@ -6,9 +6,9 @@ NeMo Automodel calls them ``selective`` (``components/distributed/activation_che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Self
 
 import torch
 from torch._functorch.partitioners import get_default_op_list
@@ -76,15 +76,24 @@ def _keeping(
         return CheckpointPolicy.MUST_SAVE if is_kept(context, operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
     forward, again = create_selective_checkpoint_contexts(policy)
-    return forward, _both(recompute, again)
+    return forward, _Both(recompute, again)
 
 
-@contextmanager
-def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+class _Both(ExitStack):
+    """Enters contexts, and refers to them when they have ended.
+
+    What is kept and not asked for, because the recomputation stops at the last product, lives until the layer's
+    backward ends: torch refers to the context so long (an H200's allocator shows it, torch 2.11).
+    """
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self._contexts = contexts
+
+    def __enter__(self) -> Self:
+        for context in self._contexts:
+            self.enter_context(context)
+        return self
 
 
 def as_one_operation(
