@@ -68,7 +68,7 @@ def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
         yield "simulated unused gradients", simulated_unused_gradients, simulated_unused_gradients.clear
     if _simulated_workspaces:
         yield "simulated cuBLAS workspaces", _simulated_workspaces, _simulated_workspaces.clear
-    if (of_biases := _simulated_workspaces_of_biases):
+    if of_biases := _simulated_workspaces_of_biases:
         yield "simulated cuBLASLt workspaces", of_biases, of_biases.clear
 
 

@@ -186,11 +186,12 @@ def simulated_meter(
     labels.on_other_user = lambda tensor: memory.keep_in_graph(storages.allocation_of(tensor))
     repeater = Repeater(labels, log, memory, storages)
 
-    def afterwards(operation: Any, arguments: Any, result: torch.Tensor) -> None:
+    def afterwards(operation: Any, arguments: Any, result: Any) -> None:
         if id(operation) not in PRODUCTS:
             num_bytes = bytes_beside(operation, arguments, result)
             if num_bytes:  # it is freed at once
-                storages.after_operation(torch.empty(num_bytes, dtype=torch.uint8, device=result.device), ())
+                device = (result[0] if isinstance(result, (list, tuple)) else result).device
+                storages.after_operation(torch.empty(num_bytes, dtype=torch.uint8, device=device), ())
         elif labels.on_product is not None and not labels.fused_depth:
             is_backward = labels.phase == _BACKWARD
             labels.on_product("backward" if is_backward else "forward")

@@ -91,6 +91,20 @@ def logged(num_steps: int) -> RequestLog:
     return log
 
 
+def test_tables_of_a_layer_of_llama_and_parts_of_norms_are_an_h200s() -> None:
+    """Of Llama 3.1 8B on one rank, with eight layers: gradients in bf16 that are reduced in fp32, and the clipping."""
+    hidden, of_keys, inner, vocabulary = 4096, 1024, 14336, 128256
+    matrices = [(hidden, hidden), (of_keys, hidden), (of_keys, hidden), (hidden, hidden)]
+    matrices += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    layer = [torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in (*matrices, (hidden,), (hidden,))]
+    joined = torch.empty(sum(each.numel() for each in layer), device="meta")
+    outside = [torch.empty(vocabulary, hidden, device="meta")] * 2 + [torch.empty(hidden, device="meta")]
+    with eager_backward():
+        assert bytes_beside(torch.ops.fsdp.chunk_cat.default, (layer, 0, 1), joined) == 3_408_448
+        norms = torch.ops.aten._foreach_norm.Scalar
+        assert bytes_beside(norms, (layer * 8 + outside, 2.0), outside) == 2_404_800
+
+
 def test_a_repeated_step_is_as_one_that_was_taken() -> None:
     limits = [MIB * limit for limit in range(130, 340, 2)]
     one, four = logged(1), logged(4)

@@ -160,7 +160,9 @@ class Fsdp2Engine:
                 module.__dict__.pop("forward", None)
                 if is_one and (module is layer) == is_inside:
                     module.forward = partial(function, module.forward)
-            repeats_biases = repeats_biases or (is_one and not is_selective and _has_biases(layer))  # those keep products
+            repeats_biases = repeats_biases or (
+                is_one and not is_selective and _has_biases(layer)
+            )  # those keep products
         if self._place.kind.is_prediction and self._place.kind.has_allocator:
             of_model = _has_biases(self.live.module)
             transformer_engine_caches.hold_workspaces_of_biases(forward=of_model, backward=repeats_biases)
