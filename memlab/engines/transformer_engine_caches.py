@@ -62,14 +62,13 @@ def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
         state = getattr(manager, "quantization_state", manager)  # an object since 2.15
         buffers = [state.global_amax_buffer, state.global_amax_history_buffer, state.global_scale_buffer]
         yield "Transformer Engine's FP8 scales and maxima", buffers, manager.reset
-    if simulated_causal_masks:
-        yield "simulated causal masks", simulated_causal_masks, simulated_causal_masks.clear
-    if simulated_unused_gradients:
-        yield "simulated unused gradients", simulated_unused_gradients, simulated_unused_gradients.clear
-    if _simulated_workspaces:
-        yield "simulated cuBLAS workspaces", _simulated_workspaces, _simulated_workspaces.clear
-    if of_biases := _simulated_workspaces_of_biases:
-        yield "simulated cuBLASLt workspaces", of_biases, of_biases.clear
+    simulated: dict[str, Any] = {
+        "causal masks": simulated_causal_masks,
+        "unused gradients": simulated_unused_gradients,
+        "cuBLAS workspaces": _simulated_workspaces,
+        "cuBLASLt workspaces": _simulated_workspaces_of_biases,
+    }
+    yield from ((f"simulated {name}", held, held.clear) for name, held in simulated.items() if held)
 
 
 def forget_fake_workspaces() -> None:
