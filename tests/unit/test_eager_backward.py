@@ -11,6 +11,7 @@ import torch
 from memlab.allocator.caching_allocator import CachingAllocator
 from memlab.allocator.request_log import RequestLog
 from memlab.backends.eager_backward import as_autograd, bytes_beside, eager_backward
+from memlab.engines.fsdp2 import selective_checkpoint
 from memlab.meter.observers import ObserveResults, computed
 from memlab.units import MIB
 
@@ -113,3 +114,16 @@ def test_a_repeated_step_is_as_one_that_was_taken() -> None:
 
     assert repeated == [four.completes_within(limit) for limit in limits]
     assert repeated != [one.completes_within(limit) for limit in limits]
+
+
+def test_what_a_recomputation_does_not_ask_for_is_kept_with_its_context() -> None:
+    """Recomputation stops at the last product, which an H200 keeps until the layer's backward has ended."""
+    forward, again = selective_checkpoint.contexts(nullcontext())
+    with forward:
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    storage = product.untyped_storage()._cdata
+    references = torch._C._storage_Use_Count(storage)
+    del forward
+    with again:
+        pass
+    assert torch._C._storage_Use_Count(storage) == references

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from functools import cache
-from typing import Any, Self
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
@@ -86,7 +87,7 @@ def _keeping(
     return forward, _Both(recompute, again)
 
 
-class _Both(ExitStack):
+class _Both(AbstractContextManager[None]):
     """Enters contexts, and refers to them when they have ended.
 
     What is kept and not asked for, because the recomputation stops at the last product, lives until the layer's
@@ -94,13 +95,16 @@ class _Both(ExitStack):
     """
 
     def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
-        super().__init__()
-        self._contexts = contexts
+        self._contexts, self._stack = contexts, ExitStack()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> None:
         for context in self._contexts:
-            self.enter_context(context)
-        return self
+            self._stack.enter_context(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
 
 
 def as_one_operation(
