@@ -10,12 +10,15 @@ heading that says who reads them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
 _MARKS_OF_AN_OBJECT = ("_target_", "_call_", "_partial_", "_args_")
 """Beside the fields of an object, Hydra and Megatron-Bridge write by which class it is made, and how."""
+_SIGNS = re.compile("[{},]")
 _LISTS = Path(__file__).with_name("keys_without_effect")
 
 
@@ -29,14 +32,16 @@ def keys_without_effect(name: str, prefix: str = "") -> frozenset[str]:
     return frozenset(f"{prefix}.{key}" if prefix else key for _, key in headed_keys(name))
 
 
-def headed_keys(name: str) -> Iterator[tuple[str, str]]:
-    """Yields the keys of a list, each after the heading that it stands under; see `keys_without_effect`."""
-    heading = ""
+@cache
+def headed_keys(name: str) -> tuple[tuple[str, str], ...]:
+    """Returns the keys of a list, each after the heading that it stands under; see `keys_without_effect`."""
+    found, heading = list[tuple[str, str]](), ""
     for line in (_LISTS / f"{name}.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             heading = line.removeprefix("# ")
         elif line:
-            yield from ((heading, key) for key in _keys_of(line))
+            found += [(heading, key) for key in _keys_of(line)]
+    return tuple(found)
 
 
 def _keys_of(text: str) -> Iterator[str]:
@@ -45,10 +50,10 @@ def _keys_of(text: str) -> Iterator[str]:
         yield text
         return
     edges = [start]
-    for place in range(start, len(text)):
-        depth += (text[place] == "{") - (text[place] == "}")
-        if depth == 0 or (depth == 1 and text[place] == ","):
-            edges.append(place)
+    for sign in _SIGNS.finditer(text, start):
+        depth += (sign[0] == "{") - (sign[0] == "}")
+        if depth == 0 or (depth == 1 and sign[0] == ","):
+            edges.append(sign.start())
         if depth == 0:
             break
     for first, last in pairwise(edges):
