@@ -197,6 +197,8 @@ _DISTILLATION = (
 )  # fmt: skip
 """Fields of ModelOpt's DistillationConfig (modelopt/torch/distill/plugins/megatron.py, 0.47.0)."""
 FRAMEWORK_MISSING = (
+    *(Missing(f"{section}.skip_train", "less", "the job evaluates and does not train", blocks=True, of="job")
+      for section in ("train", "validation")),
     *_OTHER_MODELS,
     Missing("model.class", "either", "models of this class of Megatron-Bridge", is_given, blocks=True),
     *frozen_parts("model."),
@@ -278,6 +280,7 @@ def complete(reading: Reading) -> None:
     _note_replaced_by_recipe(reading)
     _take_layers(reading)
     _complete_rows(reading)
+    _note_missing_sizes(reading)
     rows = reading.get("dataset.micro_batch_size")
     if rows is not None and rows != values["micro_batch_size"]:
         reading.miss("dataset.micro_batch_size", "either", "the data come in micro-batches of this size")
@@ -340,6 +343,19 @@ def _complete_rows(reading: Reading) -> None:
             reading.take(packed, "seq_length", tokens)
             if reading.get("dataset.enable_offline_packing", default=True):
                 pack(reading, packed, 1)
+
+
+def _note_missing_sizes(reading: Reading) -> None:
+    """Says which sizes of a step the job does not give: ``TrainingConfig`` has none by itself (0.6.2 and 067f987d)."""
+    for key, what in (("train.micro_batch_size", "a micro-batch"), ("train.global_batch_size", "a step")):
+        is_unknown = key in reading.entries.by_key and reading.entries.by_key[key].is_unknown
+        if reading.entries.get(key) is None and not is_unknown and not reading.unread:
+            reading.assumed.append(f"the size of {what}")
+            taken = "one sequence" if what == "a micro-batch" else "one micro-batch"
+            reading.warnings.append(
+                f"{key} is not given, and Megatron-Bridge refuses the job without it: memlab takes {taken}; give "
+                f"--set {key}=NUMBER"
+            )
 
 
 def _complete_vocabulary(reading: Reading) -> None:
@@ -692,6 +708,8 @@ BRIDGE = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=(
         keys_without_effect("bridge")
+        | keys_without_effect("environment", "env_vars")
+        | keys_without_effect("environment", "ENV_VARS")
         | keys_without_effect("bridge_dataset", "dataset")
         | keys_without_effect("bridge_provider", "model")
         | keys_without_effect("megatron_core_model", "model")

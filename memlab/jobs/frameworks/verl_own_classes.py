@@ -47,6 +47,7 @@ from memlab.jobs.frameworks.keys import (
 )
 from memlab.jobs.frameworks.reinforcement import note_replaced_values
 from memlab.jobs.frameworks.verl import VERL
+from memlab.jobs.frameworks.verl_checkout import version_around
 from memlab.jobs.frameworks.verl_sft import VERL_SFT
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -160,7 +161,7 @@ def _take_automodel(reading: Reading, engine: str, optim: str) -> None:
     if values["tensor_model_parallel_size"] == 1:
         del values["sequence_parallel"]
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
-    values["reshard_after_forward"] = "all_but_last"
+    values |= {"reshard_after_forward": "all_but_last", "fsdp_cpu_offload": False}
     kind = f"{values.pop('library')}.{values.pop('optimizer')}"
     is_adam = kind in ("torch.optim.AdamW", "torch.optim.Adam")
     if not is_adam:
@@ -318,6 +319,7 @@ def _of_trainer(engine: _Engine) -> Framework:
         complete_of_model=check_family,
         check=check_shards,
         versions=VERL.versions,
+        version_around=version_around,
         fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     )
 
@@ -332,7 +334,10 @@ def _of_sft(engine: _Engine) -> Framework:
         reading.known.add("engine")
         verl_sft_fsdp.complete_trainer(reading)
 
-    without_effect = VERL_SFT.without_effect | keys_without_effect(f"verl_{engine.name}", "engine")
+    # No loss of the trainer's has an entropy, for which alone VeOmni compiles.
+    unread = {"engine.entropy_from_logits_with_chunking", "engine.entropy_from_logits_chunk_size"}
+    compiles = Missing("engine.use_torch_compile", "either", "memlab predicts eager layers", default=True)
+    without_effect = VERL_SFT.without_effect | keys_without_effect(f"verl_{engine.name}", "engine") | unread
     return Framework(
         name=f"verl-sft-{engine.name}",
         title=f"verl's SFT trainer with {engine.title}",
@@ -342,14 +347,18 @@ def _of_sft(engine: _Engine) -> Framework:
         keys=(*trainer, *engine.keys(*prefixes)),
         missing=(
             *_missing(engine, "engine", "model"),
+            *((compiles,) if engine is _TORCHTITAN else ()),
             *(row for row in VERL_SFT.missing if row.name.startswith("data.")),
         ),
-        without_effect=without_effect | keys_without_effect(f"verl_{engine.name}_optimizer", "optim"),
+        without_effect=without_effect
+        | keys_without_effect(f"verl_{engine.name}_optimizer", "optim")
+        | ({"engine.use_torch_compile"} if engine is _VEOMNI else set()),
         complete=complete,
         complete_of_model=check_family,
         complete_refused=lambda reading: take_fused_adam(reading, "optim"),
         check=check_shards,
         versions=VERL_SFT.versions,
+        version_around=version_around,
         fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     )
 
