@@ -186,7 +186,9 @@ def test_a_program_that_is_not_verl_s_own_may_have_other_defaults(
 @pytest.mark.parametrize(("key", "is_refused"), [("policy_loss.tau_pos", True), ("tau_pos", False)])
 def test_the_policy_s_loss_has_no_numbers_of_sapo(engine: str, key: str, is_refused: bool, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(f"{_VERL.format(engine)} +actor_rollout_ref.actor.{key}=1.0")
-    assert ("PolicyLossConfig" in str(Job.read(tmp_path / "run.sh", version="0.9.1").cannot_start)) is is_refused
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    assert ("PolicyLossConfig" in str(job.cannot_start)) is is_refused
+    assert not [one for one in job.not_modelled if one.effect == "unknown"]
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def complete(reading: Reading) -> None:
     note_single_experts(reading)
     entries = reading.entries  # what memlab does not follow of a file may give them
     has_sizes = "num_layers" in entries.by_key and not (entries.get("use_checkpoint_args") or entries.warnings)
-    if has_sizes and reading.get("max_position_embeddings") is None:
+    if has_sizes and "max_position_embeddings" not in entries.by_key:
         reading.warnings.append(
             "max_position_embeddings is not in the file, and Megatron-LM refuses a job without it: give "
             "--set max_position_embeddings=NUMBER, at least seq_length; with rope it changes no memory"

@@ -291,7 +291,7 @@ def check_policy_loss(reading: Reading) -> None:
         CannotStartError: If they are among those of ``PolicyLossConfig``, as in two of verl's own examples.
     """
     for name in ("tau_pos", "tau_neg"):
-        if f"{_ACTOR}.policy_loss.{name}" in reading.entries.by_key:
+        if reading.get(f"{_ACTOR}.policy_loss.{name}") is not None:
             raise CannotStartError(
                 f"{_ACTOR}.policy_loss.{name} is set, which verl's PolicyLossConfig does not have: set {_ACTOR}.{name}"
             )
