@@ -645,6 +645,7 @@ EXERCISES = {
             wrong=(
                 *NO_RECORDS,
                 step('settings["offload-experts"]'),  # with skewed routing it is not enough
+                step(f'MemorySettings(offload_modules={list(ALL_MODULES)}, checkpoint_input_remedy="detach")'),
                 step('MemorySettings(offload_modules=["experts"])'),
                 selective("moe"),
                 step("full_recompute"),
