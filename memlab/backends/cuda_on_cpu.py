@@ -7,7 +7,6 @@ host: a call without a device, or for ``"cpu"`` or pinned memory.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -227,7 +226,20 @@ needs one look-up."""
 _NUM_STREAMS = 32
 """torch takes the streams of a process from a pool in turn, and then the first one again (``kStreamsPerPool`` in
 ``c10/cuda/CUDAStream.cpp``, torch 2.11)."""
-_stream_numbers = itertools.cycle(range(1, _NUM_STREAMS + 1))
+
+
+class StreamNumbers:
+    """The numbers of the streams that a process takes."""
+
+    num_taken = 0
+
+    def take(self) -> int:
+        """Returns the number of the next stream, from 1."""
+        self.num_taken += 1
+        return (self.num_taken - 1) % _NUM_STREAMS + 1
+
+
+STREAM_NUMBERS = StreamNumbers()
 
 
 class _Stream:
@@ -239,7 +251,7 @@ class _Stream:
     device_index, device_type = 0, 1  # CUDA's number in c10/core/DeviceType.h
 
     def __init__(self, *_: Any, number: int | None = None, **__: Any) -> None:
-        self.number = next(_stream_numbers) if number is None else number
+        self.number = STREAM_NUMBERS.take() if number is None else number
 
     @property
     def stream_id(self) -> int:

@@ -194,15 +194,15 @@ class LabModel:
         try:
             self.transfers.load()
             self.transfers.end_step(MemorySettings())
-            self.replay.free_state()
+            self.replay.start_over()
             self.apply(MemorySettings())
             restore()
             if not self.garbage.collect_until(partial(self._restored, restore_memory)):
+                self.replay.forget_passes(self.scenario, self.settings)
                 return False
         finally:
             if limit_bytes is not None:
                 meter.device_memory_bytes = limit_bytes
-        self.replay.start_over()
         self.labels.timed_kernels.clear()
         self.num_steps = 0
         self.is_as_built = True

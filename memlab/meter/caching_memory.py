@@ -55,6 +55,8 @@ class CachingMemory:
         self._waiting: dict[Product, list[StorageAllocation]] = {}
         """What is allocated at the first matrix product of a kind (`memlab.meter.labels.allocated_at_first`)."""
         self._has_stepped = False
+        self.num_unseen = 0
+        """How many requests so far came with the first operation of a kind, and are no events of a step."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -108,6 +110,7 @@ class CachingMemory:
     def _place(self, product: Product) -> None:
         """Gives what waits for a kind of products its blocks; only what they add to the request is an event."""
         waiting = self._waiting.get(product, [])
+        self.num_unseen += len(waiting)
         while waiting:
             allocation = waiting[0]
             counted = allocation.num_bytes
@@ -127,6 +130,7 @@ class CachingMemory:
         Where the limit leaves no room for it, also after torch has freed its cached segments, nothing is taken. Such a
         limit is one of tiny models: the kernels of others are timed long before they need the most.
         """
+        self.num_unseen += 1
         limit_bytes, stream = self._limit_bytes, self._labels.stream
         if limit_bytes is not None and not self.allocator.makes_space(num_bytes, limit_bytes, stream):
             return
