@@ -194,7 +194,7 @@ class LabModel:
         try:
             self.transfers.load()
             self.transfers.end_step(MemorySettings())
-            self.replay.start_over()
+            self.replay.free_state()
             self.apply(MemorySettings())
             restore()
             if not self.garbage.collect_until(partial(self._restored, restore_memory)):
@@ -203,6 +203,7 @@ class LabModel:
         finally:
             if limit_bytes is not None:
                 meter.device_memory_bytes = limit_bytes
+        self.replay.start_over()
         self.labels.timed_kernels.clear()
         self.num_steps = 0
         self.is_as_built = True

@@ -81,8 +81,11 @@ class NoReplay:
     def abandon(self) -> None:
         """Frees what replayed passes have allocated, after an error."""
 
-    def start_over(self) -> None:
+    def free_state(self) -> None:
         """Counts the optimizer's state as freed, before the model is made as it was when it was built."""
+
+    def start_over(self) -> None:
+        """Says that the model is as it was when it was built."""
 
     def categorise_retained(self) -> None:
         """Gives what replayed passes left allocated its category."""

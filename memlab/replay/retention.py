@@ -166,9 +166,7 @@ class Retention:
         if source.left.freed is not None:
             return source.left.freed
         others = enumerate(source.left.others)
-        return frozenset(
-            place for place, each in others if not each.num_bytes and id(each) not in self._freed_by_pass
-        )
+        return frozenset(place for place, each in others if not each.num_bytes and id(each) not in self._freed_by_pass)
 
 
 def storage_of(allocation: StorageAllocation) -> weakref.ref[Any] | None:

@@ -119,10 +119,12 @@ class StepReplay(NoReplay):
     def abandon(self) -> None:
         self._layers.abandon()
 
-    def start_over(self) -> None:
-        self.is_on, self._follows_full_recompute = True, False
+    def free_state(self) -> None:
         self._update.free_state()
         self._layers.start_over()
+
+    def start_over(self) -> None:
+        self.is_on, self._follows_full_recompute = True, False
 
     def categorise_retained(self) -> None:
         self._layers.retention.categorise()
