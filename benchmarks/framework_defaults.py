@@ -324,13 +324,8 @@ def _beneath(transformer: str, ddp_key: str | None, optimizer: str) -> dict[str,
 
 def _headed(name: str, *headings: str, prefix: str = "") -> dict[str, str]:
     """Returns the keys of a list that stand under these headings, below a prefix, each with its heading."""
-    expected, heading = {}, ""
-    lines = Path(without_effect.__file__).with_name("keys_without_effect") / f"{name}.txt"
-    for line in lines.read_text(encoding="utf-8").splitlines()[1:]:
-        heading = line[2:] if line.startswith("#") else heading
-        if not line.startswith("#") and heading.startswith(headings):
-            expected[f"{prefix}{line}"] = heading
-    return expected
+    keys = without_effect.headed_keys(name)
+    return {f"{prefix}{key}": heading for heading, key in keys if heading.startswith(headings)}
 
 
 _OF_A_LOG = (

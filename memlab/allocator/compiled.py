@@ -32,7 +32,7 @@ class CompiledAllocator:
 
     def __init__(self, settings: AllocatorSettings, state: Tables, serve: Any) -> None:
         self.log: array[int] | None = None
-        self._settings, self._code = settings, serve
+        self.settings, self._code = settings, serve
         self._call_array = np.zeros(_END, dtype=np.int64)
         self._call, start = self._call_array.data, self._call_array.ctypes.data
         self._addresses = start + 8 * _ANSWER, start + 8 * _ERROR, start
@@ -71,7 +71,7 @@ class CompiledAllocator:
         return allocator
 
     def in_python(self) -> CachingAllocator:
-        former, (blocks, lists, pools, numbers) = CachingAllocator(self._settings), self._tables
+        former, (blocks, lists, pools, numbers) = CachingAllocator(self.settings), self._tables
         table, rows = BlockTable(), blocks[: numbers[tables.NUM_PLACES]]
         columns = rows.T.tolist()
         table.address, table.num_bytes, table.pool, _, table.before, table.after, table.free_since = columns
@@ -174,7 +174,7 @@ class CompiledAllocator:
         return call[_ANSWER]
 
     def _limits(self, limit_bytes: int | None) -> tuple[int, int]:
-        threshold = self._settings.garbage_collection_threshold
+        threshold = self.settings.garbage_collection_threshold
         if limit_bytes is None:
             return NO_LIMIT, NO_LIMIT
         return limit_bytes, NO_LIMIT if threshold is None else int(threshold * limit_bytes)
@@ -182,7 +182,7 @@ class CompiledAllocator:
     def state(self, blocks: Iterable[int]) -> Hashable:
         table, lists, pools, numbers = self._tables
         # Garbage collection, of large pools only, knows how long a block has been free.
-        clock = None if self._settings.garbage_collection_threshold is None else int(pools[1, tables.NUM_SEARCHES])
+        clock = None if self.settings.garbage_collection_threshold is None else int(pools[1, tables.NUM_SEARCHES])
         of_pools = [(number, *row[:2]) for number, row in enumerate(pools.tolist()) if row[tables.EXISTS]]
         free = table[lists[tables.IN_ORDER, : numbers[tables.NUM_FREE]], : tables.POOL + 1]
         holes = table[lists[tables.HOLES, : numbers[tables.NUM_HOLES]], : tables.POOL + 1].tolist()
@@ -193,7 +193,7 @@ class CompiledAllocator:
         return tuple(of_pools), clock, captures, free.tobytes(), tuple(sorted(map(tuple, holes))), addresses.tobytes()
 
     def copy(self) -> Self:
-        return type(self)(self._settings, Tables(*(each.copy() for each in self._tables)), self._code)
+        return type(self)(self.settings, Tables(*(each.copy() for each in self._tables)), self._code)
 
     def _add_pools(self, stream: int) -> None:
         missing = 2 * stream + 2 - len(self._tables.pools)

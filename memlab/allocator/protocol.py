@@ -14,6 +14,8 @@ from typing import NamedTuple, Protocol, Self
 import numpy as np
 import numpy.typing as npt
 
+from memlab.config.allocator_settings import AllocatorSettings
+
 IntArray = npt.NDArray[np.int64]
 NO_BLOCK = -1
 """Stands for a block where there is none."""
@@ -62,6 +64,8 @@ class Served(NamedTuple):
 class Allocator(Protocol):
     """The blocks of one device."""
 
+    settings: AllocatorSettings
+    """The options that the process would be started with."""
     log: array[int] | None
     """If it is set, each request and each free appends its row of `Operations` to it, with the block as the slot."""
 

@@ -6,6 +6,7 @@ alone decides whether a step completes within a limit, and nobody has to take th
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ class RequestLog:
         self._entries = allocator.log = array("q")
         self._first_of_step = 0
         """The row with which the last step begins."""
+        self._most_reserved: tuple[tuple[int, int], int] | None = None
+        """What is reserved at most without a limit, after the length of the log and the further steps it is of."""
 
     def step_begins(self) -> None:
         """Notes that what follows is a step, until the next one begins."""
@@ -48,13 +51,36 @@ class RequestLog:
                 allocator differs from step to step. A step that does not leave as many blocks of each size as it found
                 is not repeated.
         """
+        return (
+            self._most_reserved_bytes(further_steps) <= limit_bytes
+            or self._served(limit_bytes, further_steps) is not None
+        )
+
+    def _most_reserved_bytes(self, further_steps: int) -> float:
+        """Returns with which limit no request makes torch return memory: what it reserves at most without a limit.
+
+        Infinity where a limit does more than refuse: with a threshold torch collects garbage before, and with
+        expandable segments it compares whole segments with the limit.
+        """
+        settings = self._allocator.settings
+        if settings.expandable_segments or settings.garbage_collection_threshold is not None:
+            return math.inf
+        if self._most_reserved is None or self._most_reserved[0] != (len(self._entries), further_steps):
+            most = self._served(None, further_steps)
+            assert most is not None, "nothing is refused without a limit"
+            self._most_reserved = (len(self._entries), further_steps), most
+        return self._most_reserved[1]
+
+    def _served(self, limit_bytes: int | None, further_steps: int) -> int | None:
+        """Sends the requests to an allocator, and returns what it reserves at most; None if a request did not fit."""
         table = np.array(self._entries, dtype=np.int64).reshape(-1, 3)
         # A slot is a number of a block at the time of the log: before the first row, of the same block of the copy.
         blocks = list(range(int(table[:, 0].max(initial=-1)) + 1))
-        allocator = _served(self._allocator.copy(), table, blocks, limit_bytes)
-        moves = self._moves(table) if further_steps and allocator is not None else None
+        served = _served(self._allocator.copy(), table, blocks, limit_bytes)
+        most_reserved_bytes = 0 if served is None else served[1]
+        moves = self._moves(table) if further_steps and served is not None else None
         for _ in range(further_steps if moves is not None else 0):
-            if allocator is None:
+            if served is None:
                 break
             assert moves is not None, "the step can be repeated"
             moved = [blocks[now] for _, now in moves]
@@ -62,8 +88,9 @@ class RequestLog:
                 blocks[now] = NO_BLOCK
             for (before, _), block in zip(moves, moved, strict=True):
                 blocks[before] = block
-            allocator = _served(allocator, table[self._first_of_step :], blocks, limit_bytes)
-        return allocator is not None
+            served = _served(served[0], table[self._first_of_step :], blocks, limit_bytes)
+            most_reserved_bytes = max(most_reserved_bytes, 0 if served is None else served[1])
+        return None if served is None else most_reserved_bytes
 
     def _moves(self, table: IntArray) -> list[tuple[int, int]] | None:
         """Returns which slot of the beginning of the last step has which slot's block when the step begins again.
@@ -103,15 +130,27 @@ def _slots(blocks: dict[int, tuple[int, int]], kind: tuple[int, int]) -> Iterato
     return (slot for slot, each in blocks.items() if each == kind)
 
 
-def _served(allocator: Allocator, table: IntArray, blocks: list[int], limit_bytes: int) -> Allocator | None:
-    """Serves a part of a log, and returns the allocator that then has the blocks; None if a request did not fit."""
+def _served(
+    allocator: Allocator, table: IntArray, blocks: list[int], limit_bytes: int | None
+) -> tuple[Allocator, int] | None:
+    """Serves a part of a log.
+
+    Returns:
+        The allocator that then has the blocks, and what it reserved at most; None if a request did not fit.
+    """
+    most_reserved_bytes = allocator.reserved_bytes
     exchanges = np.flatnonzero(table[:, 0] == EXCHANGE_POOLS).tolist()
     for first, last in pairwise([-1, *exchanges, len(table)]):
         operations = Operations(table[first + 1 : last])
         allocator = for_operations(len(operations), allocator)
-        if len(allocator.run(operations, blocks, limit_bytes).num_bytes) < len(operations):
+        reserved_bytes = allocator.reserved_bytes
+        served = allocator.run(operations, blocks, limit_bytes)
+        if len(served.num_bytes) < len(operations):
             return None
+        for _, change in served.changes:
+            reserved_bytes += change
+            most_reserved_bytes = max(most_reserved_bytes, reserved_bytes)
         if last < len(table):
             allocator = python = allocator.in_python()
             python.exchange_pools(of_same_graph=bool(table[last, 2]))
-    return allocator
+    return allocator, most_reserved_bytes

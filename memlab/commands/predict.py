@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from memlab.fitting.peak_range import PeakRange
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.writing import writable
 from memlab.lab.job_phases import phases_of, predict_phases
-from memlab.lab.search_steps import StepInterrupted, stepping
+from memlab.lab.search_steps import SimulatedSteps, StepInterrupted, stepping
 from memlab.record.job_phases import JobPhases
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
@@ -111,6 +111,8 @@ class _Predicted:
     ranges: list[PeakRange] = field(default_factory=list)
     """Of the records; their timelines have what the lower end needs."""
     verdicts: list[Verdict] = field(default_factory=list)
+    steps: SimulatedSteps | None = None
+    """Have taken the step of `judged`, and know its requests."""
     fit: Fit | None = None
     phases: JobPhases | None = None
     is_interrupted: bool = False
@@ -187,6 +189,8 @@ def _take_steps(
             if arguments.gpu_memory is not None:
                 limit_bytes = limit_for_torch(arguments.gpu_memory, scenario)
                 found.verdicts.append(judge(record, steps, limit_bytes, found.ranges[-1]))
+            if found.judged is record:
+                found.steps = steps
             if rollout is not None and len(scenarios) == 1:  # of several ranks, the worst one has phases
                 found.phases = phases_of(record, steps, rollout, arguments.gpu_memory, replay=arguments.replay)
         if len(scenarios) > 1:
@@ -224,12 +228,13 @@ def _fit(found: _Predicted, arguments: argparse.Namespace) -> Fit:
     Raises:
         FitInterrupted: At Ctrl-C, once there is a verdict.
     """
-    progress = ProgressLines("what would fit")
     judged, not_modelled = found.judged, found.not_modelled
     others = [record.scenario for record in found.records if record is not judged]
     fit = None
     try:
-        with stepping(judged.scenario, replay=arguments.replay, on_progress=progress) as steps:
+        assert found.steps is not None, "they have taken the step"
+        with closing(found.steps) as steps:
+            steps.on_progress = ProgressLines("what would fit")
             is_allowed = writable(arguments.as_framework, judged.scenario, judged.settings)
             fit = judge_fit(judged, steps, arguments.gpu_memory, not_modelled, is_allowed=is_allowed)
         fit = _with_expandable_segments(fit, found, replay=arguments.replay)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from memlab.config.from_json import build
 from memlab.config.lora import OUTPUT_LAYER, LoRA
 from memlab.config.option import Option, Rebuilt, check_options, checked_modules, option, options_of
-from memlab.config.validation import RuleError, shortened
+from memlab.config.validation import RuleError, refuse_beside, shortened
 from memlab.config.vision import VisionTowerName
 
 MainGradsDtype = Literal["fp32", "bf16"]
@@ -82,6 +82,7 @@ _USER_BUFFERS: dict[str, Any] = {"group": "", "rebuilds": "model", "megatron": "
 _FP8 = {"group": "FP8", "rebuilds": "model"}
 _OF_TE_ADAM: dict[str, Any] = {"needs": "adam_implementation", "needs_value": "te_fused"}
 _FSDP2: dict[str, Any] = {"group": "FSDP2", "engines": ("fsdp2",)}
+_IMAGES: dict[str, Any] = _FSDP2 | {"group": "Images"}
 _LOOP_OF_FSDP2: dict[str, Any] = _FSDP2 | {"group": ""}  # see `_LOSS_OF_FEW`
 
 
@@ -760,7 +761,7 @@ class TrainingState:
         "vision tower of transformers' model beside the language model, with its projector: that of Gemma 3 4B, of "
         "Qwen3-VL 4B or 8B, or a tiny one (default: no tower)",
         rebuilds="model",
-        **_LOOP_OF_FSDP2,
+        **_IMAGES,
     )
     """`memlab.config.vision` has them: models of NeMo Automodel's recipes whose classes are transformers'."""
     images_per_sequence: int | None = option(
@@ -771,7 +772,7 @@ class TrainingState:
         needs="vision_tower",
         shown_for_none=0,
         at_most=2**16,
-        **_LOOP_OF_FSDP2,
+        **_IMAGES,
     )
     patches_per_image: int | None = option(
         None,
@@ -781,7 +782,7 @@ class TrainingState:
         needs="vision_tower",
         shown_for_none=0,
         at_most=2**24,
-        **_LOOP_OF_FSDP2,
+        **_IMAGES,
     )
     """Gemma 3 scales each image to 4,096 patches."""
     freeze_vision_tower: bool = option(
@@ -790,7 +791,7 @@ class TrainingState:
         "outside the layers",
         rebuilds="model",
         needs="vision_tower",
-        **_LOOP_OF_FSDP2,
+        **_IMAGES,
     )
     """``freeze_config.freeze_vision_tower`` of NeMo Automodel, where it is the default of that section."""
     attn_implementation: AttnImplementation = option(
@@ -925,24 +926,17 @@ class TrainingState:
                 "'copy', or 'without_adapters' with lora_rank",
                 *("loss", "reference_model"),
             )
-        if self.logprobs_chunk_size is not None and self.loss not in READ_CHUNK_SIZE:
-            raise RuleError(
-                f"logprobs_chunk_size is {self.logprobs_chunk_size}, but only the losses {', '.join(READ_CHUNK_SIZE)} "
-                f"read it, and loss is {self.loss!r}: choose one of them, or leave logprobs_chunk_size out",
-                *("logprobs_chunk_size", "loss"),
-            )
-        if self.entropy_loss and self.loss not in HAVE_ENTROPY:
-            raise RuleError(
-                f"entropy_loss is True, but only the losses {', '.join(HAVE_ENTROPY)} read it, and loss is "
-                f"{self.loss!r}: choose one of them, or leave entropy_loss out",
-                *("entropy_loss", "loss"),
-            )
-        if self.lm_loss_beside and self.loss not in COMPARE_WITH_TEACHER:
-            raise RuleError(
-                f"lm_loss_beside is True, but only the losses {' and '.join(COMPARE_WITH_TEACHER)} are computed beside "
-                f"the cross entropy, and loss is {self.loss!r}: choose one of them, or leave lm_loss_beside out",
-                *("lm_loss_beside", "loss"),
-            )
+        for name, losses, joint, what in (
+            ("logprobs_chunk_size", READ_CHUNK_SIZE, ", ", "read it"),
+            ("entropy_loss", HAVE_ENTROPY, ", ", "read it"),
+            ("lm_loss_beside", COMPARE_WITH_TEACHER, " and ", "are computed beside the cross entropy"),
+        ):
+            if getattr(self, name) != _default(name) and self.loss not in losses:
+                raise RuleError(
+                    f"{name} is {getattr(self, name)}, but only the losses {joint.join(losses)} {what}, and loss is "
+                    f"{self.loss!r}: choose one of them, or leave {name} out",
+                    *(name, "loss"),
+                )
         if self.fp32_output and self.loss == "cross_entropy":
             raise RuleError(
                 "fp32_output is True, but loss 'cross_entropy' does not read it, since the model returns no logits: "
@@ -1001,13 +995,9 @@ class TrainingState:
                 "teacher_model out",
                 *("teacher_model", "loss"),
             )
-        for name in ("loss", "num_labels", "mtp_num_layers"):
-            if getattr(self, name) != _default(name) and not (name == "loss" and compares):
-                raise RuleError(
-                    f"{given} with {name} {getattr(self, name)!r}, which memlab does not predict together: leave one "
-                    "of the two out",
-                    *("reference_model", name),
-                )
+        names = ("num_labels", "mtp_num_layers") if compares else ("loss", "num_labels", "mtp_num_layers")
+        others = ((name, getattr(self, name), getattr(self, name) != _default(name)) for name in names)
+        refuse_beside(f"{given} with", "reference_model", others, "leave one of the two out")
         if self.fp8_param_gather and self.fp8_recipe == "mxfp8":
             raise RuleError(
                 f"{given} with fp8_param_gather and fp8_recipe 'mxfp8', which memlab does not predict together: choose "

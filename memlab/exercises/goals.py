@@ -45,7 +45,8 @@ class Goals:
         if self._all_reached:
             self._all_reached = reached
             line = f"reached: {what}" if reached else f"not yet: {what}"
-            print(line if reached or not hint else f"{line}. Hint: {hint}.")  # noqa: T201  # an exercise's answer
+            ends = "" if hint.endswith("?") else "."
+            print(line if reached or not hint else f"{line}. Hint: {hint}{ends}")  # noqa: T201  # an exercise's answer
         return self
 
     if not TYPE_CHECKING:

@@ -29,7 +29,7 @@ _WITH_FIELDS = ("architecture", "layout", "state", "allocator")
 _ALSO_OF_THE_SCENARIO = ("name", "num_layers", "default_seq_length")
 """Fields of an architecture for which a scenario has a name or a value of its own."""
 _SETS_BACK = {"seq_length": "set_workload", "micro_batch_size": "set_workload", "num_microbatches": "set_workload"}
-"""How an open `Lab` gets back what an earlier answer changed."""
+"""The method of an open `Lab` that changes a part of the workload, or gives it back its earlier value."""
 
 
 class Check(Goals):
@@ -471,6 +471,10 @@ _TO_PYTHON = {
     "got multiple values for keyword argument": "give it once, and leave it out of the other arguments",
     "Layout.__init__() got an unexpected keyword": _TO_LAYOUT,
     "must be Layout(...)": _TO_LAYOUT,
+    **{
+        f"Lab.step() got an unexpected keyword argument '{part}'": f"leave {part} out, or call lab.{setter}({part}=...)"
+        for part, setter in _SETS_BACK.items()
+    },
 }
 """What to do about an error of Python's, by a part of its text."""
 

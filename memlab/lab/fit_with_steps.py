@@ -100,6 +100,7 @@ class _StepsFromTheStart(_StepsOfLab):
             return True
         if record is not self._last and self.starts_over:
             self(record.settings)
+            self._last = record
         if self._requests is None:
             return super().completes(record, limit_bytes)
         return self._requests.completes_within(limit_bytes, further_steps)

@@ -60,10 +60,13 @@ class SimulatedSteps:
         forward_only: bool,
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
-        self._open_lab, self._forward_only, self._on_progress = open_lab, forward_only, on_progress
+        self._open_lab, self._forward_only, self.on_progress = open_lab, forward_only, on_progress
         self._opened = ExitStack()
         self._lab: Lab | None = None
         self._last: StepRecord | None = None
+        """The step that the lab has taken last, if nothing followed it."""
+        self._logged: StepRecord | None = None
+        """The step without a limit that has sent `requests`, or an equal one."""
         self.sent_bytes: dict[str, int] = {}
         """What the rank sent in the last step, by kind of collective."""
         self.requests: RequestLog | None = None
@@ -78,19 +81,20 @@ class SimulatedSteps:
         """
         lab = self._new_lab()
         lab.device_memory_bytes = limit_bytes
-        self._last = self.requests = None
+        self._last = self._logged = self.requests = None
         try:
             with lab.logging_requests() if limit_bytes is None else nullcontext() as self.requests:
                 if self._forward_only:
                     record = lab.forward_only(settings, warm_up=True)
                 else:
-                    record = lab.step(settings, on_progress=self._on_progress)
+                    record = lab.step(settings, on_progress=self.on_progress)
         except KeyboardInterrupt:
             if lab.records and lab.records[-1].status == "interrupted":
                 raise StepInterrupted(lab.records[-1]) from None
             raise
         lab.records.clear()  # the timelines of a hundred steps of a large model exceed a laptop's memory
         self._last, self.sent_bytes = record, lab.sent_bytes
+        self._logged = record if limit_bytes is None else None
         return record
 
     def completes(self, record: StepRecord, limit_bytes: int) -> bool:
@@ -103,12 +107,9 @@ class SimulatedSteps:
         is_first = record.step_index == 1 and KINDS[record.backend].is_prediction and not further_steps
         if is_first and record.peak_reserved_bytes is not None and record.peak_reserved_bytes <= limit_bytes:
             return True
-        if record is not self._last or self.requests is None:
-            record = self(record.settings)
-        reserved_bytes = record.peak_reserved_bytes
-        if self.requests is None or reserved_bytes is None or (reserved_bytes <= limit_bytes and not further_steps):
-            return True
-        return self.requests.completes_within(limit_bytes, further_steps)
+        if record is not self._logged:
+            self._take_again(record)
+        return self.requests is None or self.requests.completes_within(limit_bytes, further_steps)
 
     def pass_after(self, record: StepRecord, scenario: Scenario) -> StepRecord:
         """Takes a forward-only pass, after one to warm up, on the model that has taken a step.
@@ -118,13 +119,17 @@ class SimulatedSteps:
             scenario: The workload of the pass.
         """
         if record is not self._last:
-            self(record.settings)
+            self._take_again(record)
         assert self._lab is not None, "it has taken the step"
         self._last = None
         return self._lab.take(PassRequest(scenario=scenario, warm_up=True))
 
+    def _take_again(self, record: StepRecord) -> None:
+        self(record.settings)
+        self._logged = record
+
     def close(self) -> None:
-        """Closes the lab."""
+        """Closes the lab. The requests are kept, and a further step opens another lab."""
         self._opened.close()
 
     def _new_lab(self) -> Lab:

@@ -56,6 +56,12 @@ def compiled_when_called(function: Any = None, **options: Any) -> Any:
     return call
 
 
+def within_no_step(name: str) -> ModuleType:
+    """Imports a module, also within a step: it must not find replacements in place of originals."""
+    with originals(), _disable_current_modes(), torch._C.DisableTorchFunction():
+        return import_module(name)
+
+
 class _StandIn(ModuleType):
     """``torch._dynamo`` before its import; any name that is not defined here imports it."""
 
@@ -115,12 +121,10 @@ def _is_put_off() -> bool:
 
 
 def _imported() -> ModuleType:
-    """Imports the compiler, also within a step: it must not find replacements in place of originals."""
     if _is_put_off():
         stand_in = sys.modules.pop(_NAME)
         try:
-            with originals(), _disable_current_modes(), torch._C.DisableTorchFunction():
-                import_module(_NAME)
+            within_no_step(_NAME)
         except BaseException:
             sys.modules[_NAME] = stand_in
             raise

@@ -231,6 +231,7 @@ def test_a_missed_goal_prints_one_line_and_silences_the_goals_after_it(
     (printed,) = capsys.readouterr().out.splitlines()
     assert printed.startswith("not yet: ")
     assert line in printed
+    assert not printed.endswith("?.")
 
 
 @pytest.mark.parametrize(
@@ -504,6 +505,7 @@ def test_an_option_of_the_settings_given_to_the_step_is_told_where_it_belongs(
         ("o", "unexpected keyword argument 'o'"),
         ("no_such_word", "unexpected keyword argument 'no_such_word'"),
         ("mlp", "'mlp'"),
+        ("seq_length", ": leave seq_length out, or call lab.set_workload(seq_length=...)"),
     ):
         with Attempt() as answer:
             Lab.step(None, **{option: ["moe"]})  # type: ignore[arg-type]

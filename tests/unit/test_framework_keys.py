@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from memlab.jobs.frameworks import without_effect
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.frameworks.without_effect import has_no_effect, keys_without_effect
 from memlab.jobs.job import Job
@@ -41,6 +44,18 @@ def test_a_key_is_in_one_list_only(name: str) -> None:
 @pytest.mark.parametrize("start", ["model.moe_", "optimizer.", "ddp.", "train.", "checkpoint.", f"{_ACTOR}.", f"{_VERL_MODEL}.moe_", "actor_rollout_ref.rollout.", "dataset.", "model.kd_config.", "trainer.", f"{_SKYRL_MODEL}.moe_", "generator."])  # fmt: skip
 def test_a_key_that_nobody_read_is_not_called_without_effect(name: str, start: str) -> None:
     assert not FRAMEWORKS[name].knows(f"{start}of_the_next_release")
+
+
+def test_a_line_of_a_list_names_the_keys_that_bash_makes_of_it() -> None:
+    lists = sorted(Path(without_effect.__file__).with_name("keys_without_effect").glob("*.txt"))
+    lines = [line for path in lists for line in path.read_text().splitlines() if line and line[0] != "#"]
+    script = "set -f\nprintf '%s\\n' " + " ".join(lines)
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("the truth is bash, which is not installed")
+    in_bash = subprocess.run([bash, "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [key for path in lists for _, key in without_effect.headed_keys(path.stem)] == in_bash
+    assert len(in_bash) > len(lines) and not [key for key in in_bash if {*key} & {*"{},"}]
 
 
 def test_only_what_a_framework_passes_on_unread_is_an_open_mapping() -> None:

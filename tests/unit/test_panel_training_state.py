@@ -95,6 +95,7 @@ def test_a_panel_of_fsdp2_has_its_own_controls_and_its_recipe() -> None:
         own |= {"lora_rank", "lora_target_modules", "master_weights", "store_param_remainders"}
         own |= {"attn_implementation", "fsdp_version", "use_orig_params"}
         own |= {"fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth"}
+        own |= {"vision_tower", "images_per_sequence", "patches_per_image", "freeze_vision_tower"}
         own |= {
             "reshard_after_forward_ranks",
             *(name for name, one in options_of(AllocatorSettings).items() if one.group),
@@ -109,6 +110,9 @@ def test_a_panel_of_fsdp2_has_its_own_controls_and_its_recipe() -> None:
             receive(shown, name, value)
         press_run(shown)
         assert shown.state.lab.scenario.state == TrainingState(**values)
+        receive(shown, "images_per_sequence", 1)
+        assert "images_per_sequence has no effect" in html.unescape(shown.training_state.note.value)
+        receive(shown, "images_per_sequence", 0)
         recipe = "NeMo Automodel: phi-4 on SQuAD"
         assert [name for name in shown.presets.choice.options if ":" in name] == [recipe]
         shown.presets.choice.value = recipe

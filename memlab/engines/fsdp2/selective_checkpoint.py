@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
-from torch._functorch.partitioners import get_default_op_list
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -20,15 +20,22 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from memlab.upstream.compiler_on_demand import within_no_step
+
 _aten = torch.ops.aten
 _EVERY_SECOND = (_aten.mm.default, _aten.linear.default, _aten._grouped_mm.default)
-_ALWAYS = {
-    *(operation.default for operation in get_default_op_list().compute_intensive_ops),
-    *(_aten.addmm.default, _aten.bmm.default, _aten.topk.default, _aten.max.default),
-    _aten._scaled_dot_product_cudnn_attention.default,
-}
 _KEPT = "attention of memlab"
 """The key in a checkpoint's storage, beside torch's operations."""
+
+
+@cache
+def _always_kept() -> set[Any]:
+    partitioners = within_no_step("torch._functorch.partitioners")  # brings torch's compiler, which takes seconds
+    return {
+        *(operation.default for operation in partitioners.get_default_op_list().compute_intensive_ops),
+        *(_aten.addmm.default, _aten.bmm.default, _aten.topk.default, _aten.max.default),
+        _aten._scaled_dot_product_cudnn_attention.default,
+    }
 
 
 def contexts(
@@ -43,7 +50,7 @@ def contexts(
 
     def is_kept(context: Any, operation: Any, _: Any) -> bool:
         if operation not in _EVERY_SECOND:
-            return operation in _ALWAYS
+            return operation in _always_kept()
         counts[context.is_recompute] += 1
         return counts[context.is_recompute] % 2 == 1
 

@@ -812,6 +812,29 @@ _USER_BUFFERS = tuple(
 )
 _USUAL_FLAGS = {"--tensor-model-parallel-size", "--num-layers", "--hidden-size", "--micro-batch-size"}
 
+_WITHOUT_FLAG = (
+    "_cpu_offloading_context", "adaptive_muon_beta2", "adaptive_muon_eps", "adaptive_muon_moment2_method",
+    "autocast_dtype", "average_in_collective", "batch_p2p_comm", "batch_p2p_sync", "bf16", "bias_dropout_fusion",
+    "check_for_nan_in_grad", "cpu_offloading_activations", "cpu_offloading_double_buffering",
+    "cpu_offloading_weights", "cuda_graph_retain_backward_graph", "cuda_graph_use_single_mempool",
+    "decoupled_weight_decay", "embedding_init_method", "experimental_attention_variant_loss_scale_func",
+    "finalize_model_grads_func", "fp16", "fp4_param", "fp8_param_gather", "fp8_recipe",
+    "fsdp_all_gather_in_start_param_sync", "grad_norm_skip_threshold", "grad_scale_func", "grad_sync_func",
+    "hetereogenous_dist_checkpoint", "inference_sampling_seed", "init_method", "is_hybrid_model",
+    "megatron_fsdp_cuda_graph_mode", "megatron_fsdp_use_decoupled_grad", "memory_efficient_layer_norm",
+    "microbatch_group_size_per_vp_stage", "moe_extended_tp", "moe_grad_scale_func", "moe_token_dropping",
+    "mtp_grad_scale_func", "no_sync_func", "output_layer_init_method", "overlap_param_gather", "param_sync_func",
+    "persist_layer_norm", "pipeline_dtype", "preserve_fp32_weights", "soap_precondition_frequency",
+    "soap_shampoo_beta", "soap_use_kl_shampoo", "softmax_scale", "timers", "tp_comm_atomic_ag", "tp_comm_atomic_rs",
+    "tp_comm_overlap_disable_fc1", "tp_comm_overlap_disable_qkv", "tp_only_amax_red", "use_kitchen_attention",
+    "use_te_rng_tracker",
+)  # fmt: skip
+"""Fields of Megatron-Core's configs without effect for which Megatron-LM has no flag, or another meaning."""
+FLAGS_WITHOUT_EFFECT = (
+    keys_without_effect("megatron_lm")
+    .union(*(keys_without_effect(f"megatron_core_{config}") for config in ("model", "optimizer", "ddp")))
+    .difference(_WITHOUT_FLAG)
+)
 MEGATRON_LM = Framework(
     name="megatron-lm",
     title="Megatron-LM",
@@ -823,7 +846,7 @@ MEGATRON_LM = Framework(
     style="flags",
     keys=(*KEYS, *_USER_BUFFERS),
     missing=tuple(row for row in FLAGS_MISSING if row.name != OPTION),
-    without_effect=keys_without_effect("megatron_lm") - {key.name for key in _USER_BUFFERS},
+    without_effect=FLAGS_WITHOUT_EFFECT - {key.name for key in _USER_BUFFERS},
     complete=complete,
     complete_refused=complete_refused,
     check=_check,

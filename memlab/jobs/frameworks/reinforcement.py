@@ -7,7 +7,7 @@ from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture, published_architecture
-from memlab.config.rollout import ReferencePass, Rollout, Sender
+from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
@@ -245,6 +245,14 @@ def note_other_section(reading: Reading, own: str, of_policy: str, *, is_there: 
             reading.miss(key, "either", "the reference model's pass is predicted with the policy's configuration")
 
 
+_OF_A_ROLLOUT = (
+    "computes_log_probabilities", "engine_bytes", "engine_has_own_weights", "engine_sleeps", "sends_adapters",
+    "gathers_model_at_once", "keeps_cache", "gathers_model_for_passes", "entropy_bytes_of_logit", "entropy_tokens",
+    "host_copies_of_shards",
+)  # fmt: skip
+"""Fields of `Rollout` that a framework's module leaves among a job's values."""
+
+
 def take_rollout(
     reading: Reading,
     *,
@@ -254,18 +262,9 @@ def take_rollout(
     micro_batch_size: int | None = 1,
     bucket_bytes: int | None = None,
     bucket_share: float | None = None,
-    bucket_copies: int = 1,
-    bucket_overflows: bool = False,
-    gathers_beside_bucket: bool = False,
-    kept_buffer_bytes: int = 0,
-    has_reference_model: bool = False,
-    offloads_for_generation_only: bool = False,
-    syncs_from_host: bool = False,
-    reference_pass: ReferencePass | None = None,
-    sender: Sender | None = None,
-    freed_for_log_probabilities: tuple[str, ...] = (),
     engine: tuple[str, str] = ("", "vllm"),
     quantization: str,
+    **others: Any,
 ) -> None:
     """Takes what the job does between training steps.
 
@@ -277,18 +276,9 @@ def take_rollout(
         micro_batch_size: Rows of such a pass; None takes 1.
         bucket_bytes: Of the weight sync, where a key says it.
         bucket_share: Of the free memory, that the framework takes for the bucket where no key says it.
-        bucket_copies: As in `Rollout`.
-        bucket_overflows: As in `Rollout`.
-        gathers_beside_bucket: As in `Rollout`.
-        kept_buffer_bytes: As in `Rollout`.
-        has_reference_model: As in `Rollout`.
-        offloads_for_generation_only: As in `Rollout`.
-        syncs_from_host: As in `Rollout`.
-        reference_pass: As in `Rollout`.
-        sender: As in `Rollout`.
-        freed_for_log_probabilities: As in `Rollout`.
         engine: The key that chooses the inference engine, and the engine.
         quantization: The key that quantizes the engine's weights; without it, the checkpoint decides.
+        **others: Further fields of `Rollout`; those of `_OF_A_ROLLOUT` are among the job's values.
     """
     values = reading.values
     name, said = str(values.get("architecture")), {one.key for one in reading.not_modelled}
@@ -312,32 +302,13 @@ def take_rollout(
         ranks_per_node=max(1, ranks_per_node),
         seq_length=max(1, seq_length or values.get("seq_length") or 1),
         micro_batch_size=max(1, micro_batch_size or 1),
-        computes_log_probabilities=values.pop("computes_log_probabilities", True),
         gpu_memory_utilization=share,
-        engine_bytes=values.pop("engine_bytes", None),
-        engine_has_own_weights=values.pop("engine_has_own_weights", True),
-        engine_sleeps=values.pop("engine_sleeps", True),
         engine_ranks=_count(values, "engine_ranks") * _count(values, "engine_stages"),
         engine_data_ranks=_count(values, "engine_data_ranks"),
         bucket_bytes=bucket_bytes,
         bucket_share=bucket_share if bucket_bytes is None else None,
-        bucket_copies=bucket_copies,
-        bucket_overflows=bucket_overflows,
-        gathers_beside_bucket=gathers_beside_bucket,
-        sends_adapters=values.pop("sends_adapters", False),
-        kept_buffer_bytes=kept_buffer_bytes,
-        has_reference_model=has_reference_model,
-        offloads_for_generation_only=offloads_for_generation_only,
-        syncs_from_host=syncs_from_host,
-        reference_pass=reference_pass,
-        sender=sender,
-        gathers_model_at_once=values.pop("gathers_model_at_once", False),
-        keeps_cache=values.pop("keeps_cache", False),
-        gathers_model_for_passes=values.pop("gathers_model_for_passes", False),
-        entropy_bytes_of_logit=values.pop("entropy_bytes_of_logit", 0),
-        entropy_tokens=values.pop("entropy_tokens", None),
-        host_copies_of_shards=values.pop("host_copies_of_shards", 0),
-        freed_for_log_probabilities=freed_for_log_probabilities,
+        **{name: values.pop(name) for name in _OF_A_ROLLOUT if name in values},
+        **others,
     )
 
 

@@ -30,6 +30,7 @@ from memlab.jobs.frameworks.keys import (
 from memlab.jobs.frameworks.megatron_lm import (
     CANNOT_WRITE,
     FLAGS_MISSING,
+    FLAGS_WITHOUT_EFFECT,
     NO_MASK_OF_DATA_LOADER,
     SWITCHES,
     check_arguments,
@@ -389,7 +390,7 @@ SLIME = Framework(
     style="flags",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
-    without_effect=keys_without_effect("megatron_lm") | keys_without_effect("slime"),
+    without_effect=FLAGS_WITHOUT_EFFECT | keys_without_effect("slime"),
     complete=complete,
     check=check_arguments,
     compose=compose,
