@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from memlab.engines.megatron.layers.dropout import dropout
 from memlab.meter.labels import current_stream, is_followed, on_host, on_stream, stream_order
-from memlab.meter.stream_order import Moment
+from memlab.meter.stream_order import STREAM_NUMBERS, Moment
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -221,25 +221,6 @@ FACTORIES = (
 _NO_HANDLERS = dict.fromkeys(FACTORIES)
 """`CudaOnCpu` handles all factories alike. They are in the same dictionary as the handlers, so that each call
 needs one look-up."""
-
-
-_NUM_STREAMS = 32
-"""torch takes the streams of a process from a pool in turn, and then the first one again (``kStreamsPerPool`` in
-``c10/cuda/CUDAStream.cpp``, torch 2.11)."""
-
-
-class StreamNumbers:
-    """The numbers of the streams that a process takes."""
-
-    num_taken = 0
-
-    def take(self) -> int:
-        """Returns the number of the next stream, from 1."""
-        self.num_taken += 1
-        return (self.num_taken - 1) % _NUM_STREAMS + 1
-
-
-STREAM_NUMBERS = StreamNumbers()
 
 
 class _Stream:

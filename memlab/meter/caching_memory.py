@@ -20,6 +20,7 @@ from memlab.meter.events import EventLog
 from memlab.meter.kept_gathers import KeptGathers
 from memlab.meter.labels import Labels, Product
 from memlab.meter.late_frees import LateFrees
+from memlab.meter.stream_order import STREAM_NUMBERS
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
@@ -220,9 +221,12 @@ class CachingMemory:
 
     def remember(self, live: Callable[[], list[StorageAllocation]]) -> Callable[[], bool]:
         waiting = {product: list(allocations) for product, allocations in self._waiting.items()}
-        return partial(self._restore, _Remembered.now(self.allocator.copy(), live(), waiting), live)
+        remembered = _Remembered.now(self.allocator.copy(), live(), waiting)
+        return partial(self._restore, remembered, STREAM_NUMBERS.num_taken, live)
 
-    def _restore(self, remembered: _Remembered, find_live: Callable[[], list[StorageAllocation]]) -> bool:
+    def _restore(
+        self, remembered: _Remembered, num_streams: int, find_live: Callable[[], list[StorageAllocation]]
+    ) -> bool:
         live = find_live()
         now = remembered.among(live)
         if now is None or any(each.pinned_bytes for each in live):
@@ -244,7 +248,7 @@ class CachingMemory:
                 allocation.rounding_bytes = 0
         self._waiting = {product: list(allocations) for product, allocations in remembered.waiting.items()}
         self._labels.on_product = self._place if self._waiting else None
-        self._has_stepped = False
+        self._has_stepped, STREAM_NUMBERS.num_taken = False, num_streams
         self._log.device_bytes = sum(each.num_bytes for each in now if each.pool == _DEVICE)
         return True
 

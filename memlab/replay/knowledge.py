@@ -12,6 +12,9 @@ from memlab.replay.offload_calls import spec_of
 from memlab.replay.passes import Known, Pass, PassesOfStep, Unit
 from memlab.replay.retention import Retention
 
+_MOST_KNOWN = 256
+"""Recorded passes that are kept when a model starts over: 10 to 30 for one settings."""
+
 Freed = list[tuple[int, Role]]
 """As `memlab.meter.recording.freed_by` returns it."""
 
@@ -77,7 +80,10 @@ class Knowledge:
 
     def start_over(self) -> None:
         """Says that the model is about to start over."""
-        if self._has_forgotten or self._num_steps == 1:  # of one step, it is not known what a second one would repeat
+        # Of one step, it is not known what a second one would repeat. Of MoE layers, whose token dispatchers keep parts
+        # of passes, one of 13 random sequences left 512 bytes more than in a new model.
+        is_unsure = self._has_forgotten or self._num_steps == 1 or self.step.is_moe
+        if is_unsure or len(self._known) > _MOST_KNOWN:
             self.forget()
         self._num_steps, self._has_forgotten = 0, False
         self._last_signature.clear()

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from memlab.backends.cuda_on_cpu import STREAM_NUMBERS
 from memlab.engines.megatron.build import LiveModel
 from memlab.engines.megatron.megatron_versions import forget_norm_groups
 from memlab.engines.megatron.recover_failed_step import forget_discarded_outputs
@@ -19,11 +18,9 @@ def remember(live: LiveModel) -> Callable[[], None]:
     Returns:
         A function that frees the optimizer's state, and what modules and Megatron's caches keep since a step.
     """
-    num_streams = STREAM_NUMBERS.num_taken
     remembered = [(owner, dict(vars(owner))) for owner in megatron_globals.owners_of_tensors(live)]
 
     def restore() -> None:
-        STREAM_NUMBERS.num_taken = num_streams
         for owner, before in remembered:
             attributes = vars(owner)
             for name in [name for name, value in attributes.items() if isinstance(value, torch.Tensor)]:
