@@ -3,11 +3,11 @@
 ``python -m benchmarks.framework_defaults [FRAMEWORK …] [--checkout FRAMEWORK=FOLDER …]`` downloads the named version of
 each framework with pip into a temporary folder, without what it depends on, and reads its configuration: Hydra's files
 as YAML, dataclasses from their source, because importing them would need torch, CUDA and Transformer Engine. What is
-not on PyPI is read from a checkout: of NeMo-RL, and of slime and Megatron-LM from a folder that has a folder of
-slime and one per version of Megatron-LM, such as core_v0.16.1 and core_r0.19.0. Their parsers are imported, with
-stand-ins for what these import. It prints what differs and is not among the adapter's expected differences, and
-then exits with 1: a key of the framework that is in none of memlab's lists, a key of memlab that the framework does not
-have, and a default that is another one.
+not on PyPI is read from a checkout: of NeMo-RL, of verl (its engines that have models of their own), and of slime and
+Megatron-LM from a folder that has a folder of slime and one per version of Megatron-LM, such as core_v0.16.1 and
+core_r0.19.0. Their parsers are imported, with stand-ins for what these import. It prints what differs and is not among
+the adapter's expected differences, and then exits with 1: a key of the framework that is in none of memlab's lists, a
+key of memlab that the framework does not have, and a default that is another one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.framework_sources import Sources, Text
 from memlab.jobs.frameworks import without_effect
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.keys import ABSENT
-from memlab.jobs.frameworks.registry import FRAMEWORKS
+from memlab.jobs.frameworks.registry import TABLES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class Adapter:
     """Returns all keys with their defaults; `Text` where a default is computed."""
     expected: dict[str, str] = field(default_factory=dict)
     """Differences that have a reason, by key; ``key*`` stands for all keys that start so."""
+    sections: tuple[str, ...] = ("",)
+    """How the table's keys begin that the framework has to have; the others are those of another adapter's."""
 
 
 def bridge(sources: Sources) -> dict[str, Any]:
@@ -100,6 +102,17 @@ def verl_sft(sources: Sources) -> dict[str, Any]:
         if key.startswith(f"{prefix}.")
     }
     return _verl_engine(sources, "engine", "optim") | chosen | {key: own[key] for key in own if key != "defaults"}
+
+
+def verl_engine(name: str) -> Callable[[Sources], dict[str, Any]]:
+    """Returns what reads the sections of an engine of verl that has models of its own, and of its optimizer."""
+
+    def read(sources: Sources) -> dict[str, Any]:
+        engine, optim = (_verl_file(sources, f"{group}/{name}") for group in ("engine", "optim"))
+        keys = _under("engine", engine) | _under("optim", optim)
+        return {key: value for key, value in keys.items() if not key.endswith("._target_")}
+
+    return read
 
 
 def _verl_file(sources: Sources, name: str) -> dict[str, Any]:
@@ -341,14 +354,16 @@ _MEGATRON_LM = (
     | _for("an argument where Kitchen is installed", "kitchen_config_file", "kitchen_recipe_number")
     | _for("arguments of examples/multimodal", "language_model_type", "vision_model_type")
     | _for(
-        _IN_CODE, "num_query_groups", "normalization", "add_bias_linear", "position_embedding_type", "openai_gelu",
-        "squared_relu", "bias_gelu_fusion", "no_bias_gelu_fusion", "bias_dropout_fusion", "no_bias_dropout_fusion",
-        "vocab_file", "tokenizer_type",
+        _IN_CODE, "num_query_groups", "normalization", "add_bias_linear", "openai_gelu", "bias_gelu_fusion",
+        "no_bias_gelu_fusion", "bias_dropout_fusion", "no_bias_dropout_fusion", "vocab_file", "tokenizer_type",
     )
     | _for(
         "what memlab's models have where no value is given", "softmax_type", "moe_router_score_function",
-        "moe_layer_freq",
+        "moe_layer_freq", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+        "linear_num_key_heads", "linear_num_value_heads", "mamba_head_dim", "mamba_state_dim", "mamba_num_groups",
     )
+    | _for("memlab's code reads it with the pattern", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio")
+    | _for("a field of hybrid models' configuration", "mamba_chunk_size")
 )  # fmt: skip
 _SWIFT_3 = (
     "activation_func_clamp_value", "add_qkv_bias", "attention_dropout", "deterministic_mode", "hidden_dropout", "load",
@@ -423,6 +438,16 @@ def _of_verl(engine: str, optim: str, model: str) -> dict[str, str]:
     )  # fmt: skip
 
 
+_REFUSED = "memlab refuses the engine's models as a whole"
+_OF_VERL_S_ENGINES = {
+    "veomni": _for(_REFUSED, "engine.moe_implementation"),
+    "automodel": _for(
+        _REFUSED, "attn", "dispatcher", "experts", "linear", "rms_norm", "rope_fusion", prefix="engine.backend_config."
+    ),
+    "torchtitan": _for(_READ_BY_CODE, "engine.attn_type"),
+}  # fmt: skip
+
+
 def _of_skyrl(prefix: str) -> dict[str, str]:
     """Returns the expected differences of a `MegatronConfig` of SkyRL, below its prefix."""
     transformer = f"{prefix}.transformer_config_kwargs"
@@ -464,6 +489,7 @@ ADAPTERS = {
         | _for("an argument of the dataset", "dataset.dataset_kwargs.get_attention_mask_from_fusion")
         | _headed("bridge", "options of run_recipe.py")
         | _for("of the providers of models with images or sound", "model.freeze_*")
+        | _for("memlab's reader of recipes names the class", "model.class")
         | _for("options of run_recipe.py", "step_func", "deterministic", "packed_sequence")
         | _for(
             "the published model's own config sets it", "rotary_base", "rotary_percent", "layernorm_epsilon",
@@ -511,6 +537,16 @@ ADAPTERS = {
         expected=_of_verl("engine", "optim", "model") | _for("flags of torchrun", "nnodes", "nproc_per_node")
         | _for("verl fills it in for the engine that is chosen", "engine.strategy"),
     ),
+    **{
+        f"verl-sft-{name}": Adapter(
+            packages=(),
+            needs_checkout=True,
+            read=verl_engine(name),
+            sections=(),
+            expected=reasons,
+        )
+        for name, reasons in _OF_VERL_S_ENGINES.items()
+    },
     "skyrl": Adapter(
         packages=("skyrl==0.3.0", _BRIDGE, _CORE),
         read=skyrl,
@@ -558,7 +594,8 @@ ADAPTERS = {
             "ms-swift has it in megatron_extra_kwargs only", "cuda_graph_impl", "moe_router_force_load_balancing",
             "moe_router_fusion", "attention_output_gate", "experimental_attention_variant", "linear_attention_freq",
             "linear_conv_kernel_dim", "linear_key_head_dim", "linear_num_key_heads", "linear_num_value_heads",
-            "linear_value_head_dim", "moe_deepep_num_sms", "moe_flex_dispatcher_backend", "mtp_detach_heads",
+            "linear_value_head_dim", "moe_deepep_num_sms", "moe_flex_dispatcher_backend", "moe_latent_size",
+            "mtp_detach_heads",
         )
         | _for(
             "memlab reports it as unknown: the argument of ms-swift itself sets it",
@@ -580,6 +617,7 @@ ADAPTERS = {
             "recipe", "rng.*", "sdpa_method", "seed", "tokenizer*", "tool_call_eval.*",
             "validation_data*", "wandb*",
         )
+        | _for(_LATER, "moe_metrics.*")
         | _for("torch's MixedPrecisionPolicy, whose default is the strategy's", "distributed.mp_policy.*")
         | _for("of a section with a dataclass of its own", "distributed.pipeline*", "distributed.strategy")
         | _for("the recipe itself reads it", "step_scheduler.dp_size", "step_scheduler.local_batch_size")
@@ -716,7 +754,8 @@ def main(arguments: list[str] | None = None) -> int:
             folders = packages_in(Path(folder), adapter.packages)
             folders += [Path(checkouts[name])] if name in checkouts else []
             theirs = adapter.read(Sources(folders))
-        found = list(differences(FRAMEWORKS[name], theirs))
+        every = differences(TABLES[name], theirs)
+        found = [one for one in every if one[0] in theirs or one[0].startswith(adapter.sections)]
         left = unexpected(found, adapter.expected)
         print(f"{name}: {', '.join(adapter.packages)}{f', {checkouts[name]}' if name in checkouts else ''}")
         print(f"  {len(theirs)} keys, {len(found)} differences, {len(left)} without a reason")

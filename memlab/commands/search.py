@@ -34,11 +34,13 @@ from memlab.fitting.does_it_fit import VERDICTS
 from memlab.fitting.interrupted import Interrupted
 from memlab.fitting.largest import WHATS, Largest, LargestInterrupted, with_value
 from memlab.fitting.layouts import SIZES, LayoutSearchInterrupted, layouts_of
+from memlab.fitting.least_peak import bytes_at_update
 from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.fitting.peak_range import with_lower_end
 from memlab.fitting.prediction import PredictionLostError
 from memlab.fitting.search import SearchInterrupted
 from memlab.jobs.writing import writable
+from memlab.units import format_bytes
 from memlab.views.text.job import lines_for
 from memlab.views.text.largest import along_front_table, largest_table
 from memlab.views.text.layouts import layouts_table
@@ -188,6 +190,7 @@ def _settings_search(arguments: argparse.Namespace) -> Callable[[], int]:
         return lambda: _find_largest(arguments, scenarios, base, limit_bytes, source)
 
     def job() -> int:
+        _tell_least(scenarios, limit_bytes)
         try:
             with (
                 stdout_reserved_for_result(),
@@ -203,6 +206,19 @@ def _settings_search(arguments: argparse.Namespace) -> Callable[[], int]:
         return EXIT_CODES[found.best.verdict]
 
     return job
+
+
+def _tell_least(scenarios: list[Scenario], limit_bytes: int) -> None:
+    """Says at once, before the first of the steps, what no setting changes."""
+    most = max(scenarios, key=bytes_at_update)
+    num_bytes = bytes_at_update(most)
+    verdict = ": no predicted setting fits" if num_bytes > limit_bytes else ""
+    print(
+        f"under all settings, parameters, gradients and optimizer state of rank {most.layout.rank} take "
+        f"{format_bytes(num_bytes)} during the update; torch may hold {format_bytes(limit_bytes)}{verdict}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _check_bounds(arguments: argparse.Namespace) -> None:

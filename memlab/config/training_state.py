@@ -66,24 +66,20 @@ _GRADIENTS = {"group": "Gradients", "rebuilds": "model"}
 _LOSS = {"group": "Loss", "rebuilds": "nothing"}
 _LOSS_OF_FEW = _LOSS | {"group": ""}  # two panels with all controls would not fit into the kernel's queue of messages
 _FORWARD = {"group": "Attention and pipeline", "rebuilds": "nothing", "megatron": "model"}
-_GRAPHS: dict[str, Any] = {"group": "", "rebuilds": "model", "megatron": "model"}
-_DROP = {
-    "group": "",
-    "rebuilds": "model",
-    "megatron": "model",
-    "at_most": 0.99,
-    "advice": "give a share from 0 to 0.99",
-}
+_MODEL = {"group": "", "rebuilds": "model"}
+_BUILT: dict[str, Any] = _MODEL | {"megatron": "model"}
+_DROP: dict[str, Any] = _BUILT | {"at_most": 0.99, "advice": "give a share from 0 to 0.99"}
 _ROUTER = {"group": "Router of experts"}
 _ROUTER_FORWARD = {"group": "", "rebuilds": "nothing", "megatron": "model"}
-_DISPATCH = {"group": "", "rebuilds": "model", "megatron": "model"}
-_EXCHANGE: dict[str, Any] = _DISPATCH | {"engines": ("megatron", "fsdp2")}
-_USER_BUFFERS: dict[str, Any] = {"group": "", "rebuilds": "model", "megatron": "model", "needs": "tp_comm_overlap"}
+_EXCHANGE: dict[str, Any] = _BUILT | {"engines": ("megatron", "fsdp2")}
+_USER_BUFFERS: dict[str, Any] = _BUILT | {"needs": "tp_comm_overlap"}
 _FP8 = {"group": "FP8", "rebuilds": "model"}
 _OF_TE_ADAM: dict[str, Any] = {"needs": "adam_implementation", "needs_value": "te_fused"}
 _FSDP2: dict[str, Any] = {"group": "FSDP2", "engines": ("fsdp2",)}
-_IMAGES: dict[str, Any] = _FSDP2 | {"group": "Images"}
-_LOOP_OF_FSDP2: dict[str, Any] = _FSDP2 | {"group": ""}  # see `_LOSS_OF_FEW`
+_MODEL_OF_FSDP2, _STEP_OF_FSDP2 = _FSDP2 | {"rebuilds": "model"}, _FSDP2 | {"rebuilds": "nothing"}
+_IMAGES: dict[str, Any] = _MODEL_OF_FSDP2 | {"group": "Images"}
+_HIDDEN_MODEL_OF_FSDP2, _HIDDEN_STEP_OF_FSDP2 = _MODEL_OF_FSDP2 | {"group": ""}, _STEP_OF_FSDP2 | {"group": ""}
+"""Without a control in the panel, for the reason of `_LOSS_OF_FEW`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,8 +126,7 @@ class TrainingState:
     overlap_param_gather_with_optimizer_step: bool = option(
         False,
         "gather the parameters of the first model chunk while the optimizer updates the others; no buffer has buckets",
-        group="",
-        rebuilds="model",
+        **_MODEL,
         needs="overlap_param_gather",
         megatron="optimizer",
     )
@@ -307,8 +302,7 @@ class TrainingState:
         None,
         "outputs of a head in place of the output layer, as of a critic or a reward model; the loss is then the "
         "squared error of its outputs (default: no such head)",
-        group="",
-        rebuilds="model",
+        **_MODEL,
         shown_for_none=0,
         at_most=2**16,
     )
@@ -321,16 +315,14 @@ class TrainingState:
         "frozen model that computes the loss of each micro-batch first, without gradients, as DPO compares with it, or "
         "the logits of a teacher: a second model of all weights (copy), or the model without its adapters "
         "(without_adapters) (default none)",
-        group="",
-        rebuilds="model",
+        **_MODEL,
     )
     """A copy is on the device wherever the parameters are. It has no part in steps of forward passes alone."""
     teacher_model: str | None = option(
         None,
         "architecture of that frozen model, with all its layers, where it is another one than the trained model's: a "
         "name, or the path of a config.json (default: the trained model's)",
-        group="",
-        rebuilds="model",
+        **_MODEL,
         needs="reference_model",
         needs_value="copy",
     )
@@ -344,16 +336,14 @@ class TrainingState:
     pad_packed_values: bool = option(
         False,
         "in packed rows, pad the values of latent attention to the size of keys, as Megatron-Core does since 0.18",
-        group="",
-        rebuilds="model",
+        **_MODEL,
     )
     """mcore-bridge and verl do it with older releases too. Flash-attn 2 takes such rows. An installed Megatron-Core
     of 0.18 or later pads in any case."""
     transformer_impl: TransformerImplementation = option(
         "transformer_engine",
         "whose layers a model has: Transformer Engine's, or Megatron's own (local; default transformer_engine)",
-        group="",
-        rebuilds="model",
+        **_MODEL,
     )
     """Megatron's further value, ``inference_optimized``, trains nothing."""
     # Transformer Engine's attention is built with it (extensions/transformer_engine.py).
@@ -361,9 +351,7 @@ class TrainingState:
         "p2p",
         "what ranks that share a sequence exchange: keys and values, which go around (p2p), or heads, so that each "
         "rank attends over the whole sequence with its share of them (a2a; with engine fsdp2 as Ulysses in verl)",
-        group="",
-        rebuilds="model",
-        megatron="model",
+        **_BUILT,
         engines=("megatron", "fsdp2"),
     )
     """Megatron's further types, ``all_gather`` and ``a2a+p2p``, are not modelled."""
@@ -372,9 +360,7 @@ class TrainingState:
         False,
         "compute matrix products while tensor parallel ranks exchange their inputs and outputs, in user buffers of "
         "Transformer Engine outside torch's allocator",
-        group="",
-        rebuilds="model",
-        megatron="model",
+        **_BUILT,
     )
     """`memlab.config.user_buffers` has the buffers. Only sequence parallelism exchanges what they hold."""
     tp_comm_overlap_ag: bool = option(
@@ -447,7 +433,7 @@ class TrainingState:
     probabilities are then kept for backward."""
     # Read when the shared experts are built (transformer/moe/moe_layer.py, transformer/moe/shared_experts.py).
     moe_shared_expert_overlap: bool = option(
-        False, "compute shared experts on a stream of their own, while ranks exchange tokens", **_DISPATCH
+        False, "compute shared experts on a stream of their own, while ranks exchange tokens", **_BUILT
     )
     """They then hold their tensors at the same time as the dispatcher."""
     # A layer builds its dispatcher by the first (transformer/moe/moe_layer.py), which reads then whether experts are
@@ -479,18 +465,18 @@ class TrainingState:
     moe_expert_capacity_factor: float | None = option(
         None,
         "drop the tokens of an expert that are more than this many times its equal share (default: drop none)",
-        **_DISPATCH,
+        **_BUILT,
         at_most=2**14,
         advice="give a number above 0, or leave it out",
     )
     moe_pad_expert_input_to_capacity: bool = option(
-        False, "pad the rows of each expert to its capacity", **_DISPATCH, needs="moe_expert_capacity_factor"
+        False, "pad the rows of each expert to its capacity", **_BUILT, needs="moe_expert_capacity_factor"
     )
     """Then no number of rows depends on the routing."""
     moe_token_drop_policy: TokenDropPolicy = option(
         "probs",
         "which tokens are dropped: those of the lowest probabilities (probs), or the last ones (position)",
-        **_DISPATCH,
+        **_BUILT,
         needs="moe_expert_capacity_factor",
     )
     # Layers read them when they are built (transformer/transformer_layer.py, extensions/transformer_engine.py,
@@ -541,9 +527,7 @@ class TrainingState:
     mtp_num_layers: int | None = option(
         None,
         "layers of multi-token prediction, each with logits and a loss of its own (default: none)",
-        group="",
-        rebuilds="model",
-        megatron="model",
+        **_BUILT,
         shown_for_none=0,
         at_most=16,
     )
@@ -552,9 +536,7 @@ class TrainingState:
     mtp_detach_heads: bool = option(
         False,
         "let the losses of multi-token prediction train its own layers alone",
-        group="",
-        rebuilds="model",
-        megatron="model",
+        **_BUILT,
         needs="mtp_num_layers",
         since=(0, 19),
     )
@@ -577,9 +559,7 @@ class TrainingState:
     calculate_per_token_loss: bool = option(
         False,
         "divide gradients by the tokens of the whole batch, instead of each micro-batch's loss by its own",
-        group="",
-        rebuilds="model",
-        megatron="model",
+        **_BUILT,
     )
     """The last pipeline stage sends the number of tokens to the others, so NCCL sets up the group of the stages, also
     of one (`memlab.fitting.outside_torch`)."""
@@ -587,7 +567,7 @@ class TrainingState:
         "none",
         "replay forward and backward of all micro-batches from one CUDA graph, or layers from graphs of "
         "Transformer Engine; nothing else gets the memory of a graph",
-        **_GRAPHS,
+        **_BUILT,
     )
     """So megatron-core 0.18 and later call it (``full_cuda_graph.py``); before, ``full_iteration`` is a scope of
     ``local``. Memory is predicted for the step that captures the graphs: the steps before are eager, and those after
@@ -595,8 +575,7 @@ class TrainingState:
     cuda_graph_modules: tuple[str, ...] | None = option(
         None,
         "capture attention, the MLP, or what is before the experts, of each layer (default: whole layers)",
-        group="",
-        rebuilds="model",
+        **_MODEL,
         choices=("attn", "mlp", "moe_router", "moe_preprocess"),
         needs="cuda_graph_impl",
         needs_value="transformer_engine",
@@ -609,94 +588,83 @@ class TrainingState:
     fsdp_version: int = option(
         2,
         "torch's fully_shard (2), or its FullyShardedDataParallel (1), which shards the parameters of a layer as one",
-        rebuilds="model",
         at_most=2,
         advice="choose 1 or 2",
-        **_FSDP2,
+        **_MODEL_OF_FSDP2,
     )
     """verl's strategies ``fsdp2`` and ``fsdp``; the name is that of Hugging Face's accelerate."""
     use_orig_params: bool = option(
         False,
         "with `fsdp_version` 1: give the optimizer each parameter's part of the flat parameter",
-        rebuilds="model",
-        **_FSDP2,
+        **_MODEL_OF_FSDP2,
     )
     fp32_sharded_params: bool = option(
         False,
         "keep each rank's parameters, their gradients and Adam's moments in fp32; layers compute in `dtype`",
-        rebuilds="model",
-        **_FSDP2,
+        **_MODEL_OF_FSDP2,
     )
     """``torch_dtype: float32`` in an Automodel recipe; forward and backward gather the parameters in ``dtype``."""
     reshard_after_forward: ReshardAfterForward = option(
         "all_but_last",
         "layers whose gathered parameters are freed after their forward and gathered again for backward (default "
         "all_but_last)",
-        rebuilds="nothing",
-        **_FSDP2,
+        **_STEP_OF_FSDP2,
     )
     reshard_after_forward_ranks: int | None = option(
         None,
         "free the gathered parameters of these layers but for the part that one of N ranks keeps, so that only N ranks "
         "gather them for backward (default: all ranks that have shards)",
-        rebuilds="model",
         shown_for_none=0,
         at_least=2,
         at_most=2**17,
         advice="give a divisor of the number of ranks that have shards",
-        **_FSDP2,
+        **_MODEL_OF_FSDP2,
     )
     """A whole number as the ``reshard_after_forward`` of torch's `fully_shard`."""
     fsdp2_forward_prefetch_depth: int = option(
         0,
         "number of layers after a layer whose parameters are gathered when it begins its forward; with 0, torch "
         "gathers each layer as it begins (default 0)",
-        rebuilds="nothing",
         at_least=0,
         at_most=1024,
-        **_FSDP2,
+        **_STEP_OF_FSDP2,
     )
     fsdp2_backward_prefetch_depth: int = option(
         0,
         "number of layers before a layer whose parameters are gathered when it begins its backward; with 0, torch "
         "gathers the one that its forward order names (default 0)",
-        rebuilds="nothing",
         at_least=0,
         at_most=1024,
-        **_FSDP2,
+        **_STEP_OF_FSDP2,
     )
     """With Automodel's ``enable_fsdp2_prefetch``, the depths are 1 in forward and 2 in backward."""
     dp_replicate_size: int = option(
         1,
         "number of groups of data-parallel ranks that each have all shards (HSDP); gradients are reduced in each "
         "group, and then over the groups (default 1)",
-        rebuilds="model",
         at_most=2**17,
         advice="give a divisor of data_parallel_size",
-        **_FSDP2,
+        **_MODEL_OF_FSDP2,
     )
     fsdp_cpu_offload: bool = option(
         False,
         "keep shards, their gradients and Adam's moments on the host, where Adam updates them",
-        rebuilds="model",
-        **_FSDP2,
+        **_MODEL_OF_FSDP2,
     )
     """torch's ``CPUOffloadPolicy``, as ``distributed.offload_policy`` of Automodel gives it. Whether the memory is
     pinned changes no bytes of the device."""
     defer_fsdp_grad_sync: bool = option(
         False,
         "reduce gradients only in the last micro-batch; until then each rank has those of whole layers",
-        rebuilds="nothing",
-        **_FSDP2,
+        **_STEP_OF_FSDP2,
     )
     """Automodel's own default is True. They have the type in which gradients are reduced."""
     schedule_runs: int = option(
         1,
         "with pipeline stages, number of runs of the schedule before an update, which share the step's micro-batches; "
         "each reduces gradients at its end (default 1)",
-        rebuilds="nothing",
         advice="give a divisor of num_microbatches",
-        **_LOOP_OF_FSDP2,
+        **_HIDDEN_STEP_OF_FSDP2,
     )
     """In NeMo Automodel, the rows of all data parallel ranks' ``local_batch_size`` are one run, and
     ``global_batch_size`` counts the rows of an update."""
@@ -704,23 +672,20 @@ class TrainingState:
         True,
         "with pipeline stages, have the last one keep the logits of all micro-batches until the next run, and join "
         "them at its end",
-        rebuilds="nothing",
-        **_LOOP_OF_FSDP2,
+        **_HIDDEN_STEP_OF_FSDP2,
     )
     """An argument of the ``step`` of torch's schedules, whose default NeMo Automodel takes; torchtitan gives False."""
     separate_embeddings: SeparateEmbeddings = option(
         "none",
         "shard the embedding by itself (input), or it and the output layer (both), where they are not tied; by default "
         "(none) they are sharded together with the last norm",
-        rebuilds="model",
-        **_LOOP_OF_FSDP2,
+        **_HIDDEN_MODEL_OF_FSDP2,
     )
     """``apply_fsdp2`` of SkyRL (a9564572) has the first, that of verl (0.9.1) and Automodel 0.7.0 have both."""
     reshard_root_after_forward: bool = option(
         False,
         "free the gathered output layer and last norm after forward too, unless `reshard_after_forward` is none",
-        rebuilds="nothing",
-        **_LOOP_OF_FSDP2,
+        **_HIDDEN_STEP_OF_FSDP2,
     )
     """As verl and SkyRL do, which give torch's `fully_shard` an explicit True for the whole model."""
     loss_of_transformers: LossOfTransformers = option(
@@ -729,8 +694,7 @@ class TrainingState:
         "backward (masked_cross_entropy, Automodel 0.7.0); log-probabilities by flash-attn's kernel, or one token "
         "after the other (logprobs_flash_attn, logprobs_by_row, verl and SkyRL); or those of the logits that are the "
         "teacher's largest, which a pass of the teacher finds with --forward-only (topk_logits, NeMo-RL)",
-        rebuilds="nothing",
-        **_LOOP_OF_FSDP2,
+        **_HIDDEN_STEP_OF_FSDP2,
     )
     """`memlab.engines.fsdp2.losses` has them."""
     model_classes: ModelClasses = option(
@@ -738,29 +702,25 @@ class TrainingState:
         "whose classes the model is built of: those of transformers (the default), or NeMo Automodel's own of Llama, "
         "Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V3 and gpt-oss, as in August 2026 (automodel) or as released "
         "(automodel_0.7.0)",
-        rebuilds="model",
-        **_LOOP_OF_FSDP2,
+        **_HIDDEN_MODEL_OF_FSDP2,
     )
     """`memlab.engines.fsdp2.automodel_classes` and `memlab.engines.fsdp2.automodel_experts` have them."""
     fake_balanced_gate: bool = option(
         False,
         "with NeMo Automodel's own classes of models with experts: tokens choose experts in turn, without a router",
-        rebuilds="model",
-        **_LOOP_OF_FSDP2,
+        **_HIDDEN_MODEL_OF_FSDP2,
     )
     """``model.backend.fake_balanced_gate``, of Automodel's benchmarks: the model then has no weights of routers."""
     linear_implementation: LinearImplementation = option(
         "torch",
         "with NeMo Automodel's own classes of models with experts: whose linears they have, torch's or Transformer "
         "Engine's (te, only predicted), which have a workspace of their own",
-        rebuilds="model",
-        **_LOOP_OF_FSDP2,
+        **_HIDDEN_MODEL_OF_FSDP2,
     )
     vision_tower: VisionTowerName | None = option(
         None,
         "vision tower of transformers' model beside the language model, with its projector: that of Gemma 3 4B, of "
         "Qwen3-VL 4B or 8B, or a tiny one (default: no tower)",
-        rebuilds="model",
         **_IMAGES,
     )
     """`memlab.config.vision` has them: models of NeMo Automodel's recipes whose classes are transformers'."""
@@ -768,7 +728,6 @@ class TrainingState:
         None,
         "number of images in each sequence, which the data decides and no default could: give that of the samples with "
         "the most",
-        rebuilds="model",
         needs="vision_tower",
         shown_for_none=0,
         at_most=2**16,
@@ -778,7 +737,6 @@ class TrainingState:
         None,
         "number of patches of each image, before several become one token, of towers that take images of any size: "
         "give that of the largest images",
-        rebuilds="model",
         needs="vision_tower",
         shown_for_none=0,
         at_most=2**24,
@@ -789,7 +747,6 @@ class TrainingState:
         False,
         "train the language model and the projector, and not the tower, whose parameters FSDP2 then shards with those "
         "outside the layers",
-        rebuilds="model",
         needs="vision_tower",
         **_IMAGES,
     )
@@ -799,8 +756,7 @@ class TrainingState:
         "the function of transformers for attention: torch's scaled_dot_product_attention (sdpa, the default), the "
         "package flash-attn 2, products of whole matrices of scores (eager), or, with NeMo Automodel's classes of "
         "models with experts, Transformer Engine's (te, only predicted)",
-        rebuilds="model",
-        **_FSDP2,
+        **_MODEL_OF_FSDP2,
     )
     adam_implementation: AdamImplementation = option(
         "foreach",
@@ -838,8 +794,7 @@ class TrainingState:
     non_tn_fp8_gemm: bool = option(
         False,
         "keep no transposed copies of FP8 matrices, as on Blackwell, whose products need none; Hopper's do",
-        group="",
-        rebuilds="model",
+        **_MODEL,
         needs="fp8_format",
     )
     """Of the recipes ``delayed`` and ``tensorwise``. The GPU decides it, by ``is_non_tn_fp8_gemm_supported`` of

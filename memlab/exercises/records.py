@@ -269,7 +269,7 @@ class Check(Goals):
         """Requires that no remedy for the inputs of checkpoints is set."""
         remedy = self._record.settings.checkpoint_input_remedy
         if remedy is None:
-            return self.goal(True, "no remedy is set")
+            return self.goal(True, "checkpoint_input_remedy is not set")
         return self.goal(False, f"checkpoint_input_remedy is {remedy!r}, must be None", "leave the remedy out")
 
     def remedy_empties_no_storage(self) -> Self:
@@ -470,6 +470,7 @@ _TO_PYTHON = {
     "Residency.offload() got an unexpected keyword": "give the names of groups, such as lab.offload('gradients')",
     "got multiple values for keyword argument": "give it once, and leave it out of the other arguments",
     "Layout.__init__() got an unexpected keyword": _TO_LAYOUT,
+    "Layout.__init__() takes 1 positional": _TO_LAYOUT,
     "must be Layout(...)": _TO_LAYOUT,
     **{
         f"Lab.step() got an unexpected keyword argument '{part}'": f"leave {part} out, or call lab.{setter}({part}=...)"

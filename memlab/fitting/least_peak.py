@@ -23,14 +23,21 @@ def least_peak_bytes(job: Scenario, base: MemorySettings) -> int:
     optimizer on the host. So no layout is left out that would fit.
     """
     layout, state, is_bf16 = job.layout, job.state, job.dtype == "bf16"
-    last = replace(job, layout=replace(layout, rank=layout.world_size - 1))
-    kept = kept_bytes(last)
-    static = kept.parameters + kept.gradients + (0 if state.optimizer_cpu_offload else kept.optimizer)
+    static = bytes_at_update(replace(job, layout=replace(layout, rank=layout.world_size - 1)))
     if base.offload_optimizer_except_update:
         return static  # the logits are freed before the update, the only time at which all of it is on the device
     tokens = job.seq_length * job.micro_batch_size // layout.context_parallel_size
     of_logit = 4 if not is_bf16 else 2 + 4 * state.copies_logits_in_fp32
     return static + tokens * job.outputs_of_a_token * of_logit
+
+
+def bytes_at_update(scenario: Scenario) -> int:
+    """Returns what a rank has on the device at least while its optimizer updates, whatever its memory settings.
+
+    Counted are parameters, gradients and optimizer state; nothing of an optimizer on the host.
+    """
+    kept = kept_bytes(scenario)
+    return kept.parameters + kept.gradients + (0 if scenario.state.optimizer_cpu_offload else kept.optimizer)
 
 
 def bytes_at_peak(record: StepRecord) -> dict[str, int]:

@@ -381,8 +381,12 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
     read_overrides(words, entries)
     _take_launcher(words, framework, entries)
     if not any(word.startswith("--config") for word, _ in words):
-        modules = (Entry("", word, line) for (flag, _), (word, line) in pairwise(words) if flag == "-m")
-        entries.program = next(modules, None)
+        programs = (
+            Entry("", word, line)
+            for (flag, _), (word, line) in pairwise([("", 0), *words])
+            if flag == "-m" or (word.endswith(".py") and "=" not in word)
+        )
+        entries.program = next(programs, None)
     resolve(entries, dict(entries.environment))
 
 

@@ -32,6 +32,7 @@ from memlab.jobs.formats import read_file
 from memlab.jobs.frameworks.cuda_graphs import complete_cuda_graphs
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotModelled, Reading, Taken
 from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
+from memlab.jobs.frameworks.refused_options import check_core
 from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named, table_of
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
 from memlab.jobs.other_models import OtherModel, of_config, of_sizes, other_model, shown_fields
@@ -280,6 +281,7 @@ def _built(
         _drop_shared_experts(reading, found)
         complete_cuda_graphs(reading, found)
         framework.check(reading)
+        check_core(reading, found if architecture is None else None, framework.engine)
         scenario = scenario_of(reading, found, Versions(transformer_engine=framework.transformer_engine))
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
         bound(reading, scenario, settings)

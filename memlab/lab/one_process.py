@@ -294,6 +294,9 @@ class OneProcess:
         except NotReplayableError:
             past = self._begin_again(past)
             record = take(on_progress)
+            if past is not None and record.status == "interrupted" and self.model.start_over():
+                self._past = []  # some of its steps may not have been taken again
+                self._apply_if_changed(settings)
         if past is not None and record.status != "interrupted" and not self.model.is_tapped:
             self._past = [*past, take]
         record = judge(record, self.records)

@@ -273,16 +273,24 @@ def front_of(
         **options: As `memlab.fitting.search.search` takes them.
     """
     known: list[Likely] = [lambda: iter(())]
-    return search(
-        base,
-        scenarios,
-        lambda scenario, settings: workers.predict(
+
+    def predict(scenario: Scenario, settings: MemorySettings) -> Prediction:
+        predicted = workers.predict(
             scenario,
             settings,
             limit_bytes,
             lambda: (Step(*step, limit_bytes) for step in known[-1]()),
             num_scenarios=len(scenarios),
-        ),
+        )
+        if settings == base and scenario != scenarios[-1]:  # the line of the setting follows the last rank
+            peak = format_bytes(predicted.peak_allocated_bytes)
+            say(f"rank {predicted.rank} alone: {settings}: {peak}, {predicted.verdict}")
+        return predicted
+
+    return search(
+        base,
+        scenarios,
+        predict,
         limit_bytes,
         on_point=progress_in_lines(say),
         look_ahead=known.append,

@@ -535,6 +535,7 @@ GIVEN = {"manual_gc": True}
         (lambda: MemorySettings("full"), "name its fields, such as"),  # type: ignore[call-arg]
         (lambda: TrainingState(**GIVEN, manual_gc=False), "give it once"),  # type: ignore[arg-type]
         (lambda: Layout(pp=4), "write Layout.from_text('TP4')"),  # type: ignore[call-arg]
+        (lambda: Layout("PP4 DP2"), "write Layout.from_text('TP4')"),  # type: ignore[misc]
         (lambda: "TP2".data_parallel_size, "refused: layout is 'TP2', must be Layout(...): "),  # type: ignore[attr-defined]
         (lambda: "TP2".data_parallel_size, "write Layout.from_text('TP4')"),  # type: ignore[attr-defined]
         (lambda: TrainingState(grad_in_bf16=True), "write grad_reduce_in_bf16=..."),  # type: ignore[call-arg]

@@ -38,6 +38,14 @@ def test_verl_s_gradients_leave_with_the_parameters(others: tuple[str, ...], tmp
     assert (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer) == (True, True, False)
 
 
+@pytest.mark.parametrize("program", ["-m verl.trainer.main_generation", "verl/trainer/main_eval.py"])
+@pytest.mark.parametrize("engine", ["model_engine=megatron", ""])
+def test_a_program_of_verl_that_trains_nothing_is_not_predicted(engine: str, program: str, tmp_path: Path) -> None:
+    command = VERL.format(model="Qwen/Qwen3-8B").replace("-m verl.trainer.main_ppo", program)
+    (tmp_path / "run.sh").write_text(f"{command} {engine}")
+    assert "does not train" in str(Job.read(tmp_path / "run.sh").not_supported)
+
+
 def test_verl_keeps_gradients_where_it_keeps_parameters(tmp_path: Path) -> None:
     key = f"{ACTOR}.megatron.grad_offload"
     job = verl(tmp_path, f"{key}=True")

@@ -670,6 +670,98 @@ def test_a_model_without_experts_cannot_spread_them(tmp_path: Path, name: str) -
     assert Job.read(tmp_path / "run.sh", architecture="phi-4").cannot_start is None  # in place of the job's model
 
 
+_SELECTIVE = "--recompute-granularity selective --recompute-modules"
+_FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+_POSITIONS = "--max-position-embeddings 4096"
+_CHUNKS = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4"
+_SPLIT = "--tensor-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    ("refused", "accepted"),
+    [
+        (_SELECTIVE, f"{_SELECTIVE} layernorm"),
+        (f"{_SELECTIVE} mla_up_proj", f"{_SELECTIVE} layernorm"),
+        ("--encoder-num-layers 32", ""),
+        (f"{_CHUNKS} --decoder-first-pipeline-num-layers 14", _CHUNKS),
+        (f"{_CHUNKS} --no-overlap-p2p-communication", "--no-overlap-p2p-communication"),
+        ("--no-position-embedding --position-embedding-type none", "--no-position-embedding"),
+        (
+            "--fp8-format hybrid --fp8-param-gather",
+            "--fp8-format hybrid --fp8-param-gather --use-distributed-optimizer",
+        ),
+        ("--fp8-format hybrid --first-last-layers-bf16", "--fp8-recipe tensorwise --first-last-layers-bf16"),
+        ("--fp16-lm-cross-entropy", ""),
+        ("--attention-backend local", "--attention-backend unfused"),
+        (
+            "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 1",
+            "--context-parallel-size 4 --hierarchical-context-parallel-sizes 2 2",
+        ),
+        ("--cpu-offloading-num-layers 2 --pipeline-model-parallel-size 2", "--cpu-offloading-num-layers 2"),
+        (f"--cpu-offloading-num-layers 2 {_SELECTIVE} layernorm", "--cpu-offloading-num-layers 0"),
+        ("--distribute-saved-activations", ""),
+        (
+            f"--distribute-saved-activations {_FULL} {_SPLIT} --sequence-parallel",
+            f"--distribute-saved-activations {_FULL} {_SPLIT}",
+        ),
+    ],
+)
+def test_flags_that_megatron_lm_refuses(tmp_path: Path, refused: str, accepted: str) -> None:
+    """``validate_args`` and ``TransformerConfig``, run with d98e8a64."""
+    found = str(read(tmp_path, refused).cannot_start)
+    assert found.startswith("the job has ") and " refuse" in found
+    assert read(tmp_path, accepted).cannot_start is None
+
+
+@pytest.mark.parametrize("name", _NAMED)
+def test_a_model_without_latent_attention_cannot_recompute_its_projections(tmp_path: Path, name: str) -> None:
+    start, _ = _NAMED[name]
+    modules = {
+        "megatron-lm": f"{_SELECTIVE} mla_up_proj",
+        "ms-swift": "--recompute_granularity selective --recompute_modules mla_up_proj",
+        "verl": "trainer.n_gpus_per_node=8 "
+        + " ".join(
+            f"actor_rollout_ref.actor.megatron.override_transformer_config.recompute_{key}"
+            for key in ("granularity=selective", "modules=[mla_up_proj]")
+        ),
+    }
+    assert "without multi-latent attention" in str(read(tmp_path, modules[name], start).cannot_start)
+    assert Job.read(tmp_path / "run.sh", architecture="phi-4").cannot_start is None  # in place of the job's model
+
+
+@pytest.mark.parametrize(
+    ("refused", "accepted"),
+    [
+        ("", "--max-position-embeddings 4096"),
+        (f"{_POSITIONS} {_SELECTIVE} moe_act", f"{_POSITIONS} {_SELECTIVE} moe_act --moe-grouped-gemm"),
+    ],
+)
+def test_what_megatron_lm_refuses_and_memlab_predicts_is_named(tmp_path: Path, refused: str, accepted: str) -> None:
+    assert any("refuses" in text for text in read(tmp_path, refused).warnings)
+    assert not any("refuses" in text for text in read(tmp_path, accepted).warnings)
+
+
+_BRIDGE = """model: {num_layers: 4, hidden_size: 1024, num_attention_heads: 16, ffn_hidden_size: 4096, vocab_size: 32000,
+  seq_length: 4096, bf16: true, params_dtype: torch.bfloat16}
+ddp: {grad_reduce_in_fp32: true}
+"""
+
+
+@pytest.mark.parametrize(
+    ("train", "missing_keys"),
+    [
+        ("train_iters: 4", ["train.micro_batch_size", "train.global_batch_size"]),
+        ("micro_batch_size: null, global_batch_size: 8", ["train.micro_batch_size"]),
+        ("micro_batch_size: 1", ["train.global_batch_size"]),
+        ("micro_batch_size: 1, global_batch_size: 8", []),
+    ],
+)
+def test_sizes_without_which_megatron_bridge_refuses_a_job(tmp_path: Path, train: str, missing_keys: list[str]) -> None:
+    (tmp_path / "run.yaml").write_text(f"{_BRIDGE}train: {{{train}}}\n")
+    said = [text.partition(" ")[0] for text in Job.read(tmp_path / "run.yaml").warnings if "Bridge refuses" in text]
+    assert said == missing_keys
+
+
 @pytest.mark.parametrize(
     ("flags", "refusal"),
     [

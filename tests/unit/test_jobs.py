@@ -700,9 +700,7 @@ def test_set_never_does_nothing(tmp_path: Path) -> None:
         assert scenario.allocator.expandable_segments
 
 
-TRAIN = (
-    f"torchrun --nproc-per-node 8 pretrain_gpt.py {PHI} --seq-length 1024 --micro-batch-size 1 --global-batch-size 8"
-)
+TRAIN = f"torchrun --nproc-per-node 8 pretrain_gpt.py {PHI} --seq-length 1024 --max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 8"
 
 
 def test_flags_after_env_are_read(tmp_path: Path) -> None:

@@ -537,6 +537,27 @@ def test_a_step_that_begins_again_is_taken_as_if_nothing_had_been_replayed(
     assert Replayer.gradient_of is not fail, "the step has begun again"
 
 
+def test_a_lab_whose_step_is_stopped_while_it_begins_again_is_as_it_was_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(replayer: Replayer, *_: Any) -> Any:
+        monkeypatch.undo()
+        lab.stop()
+        raise NotReplayableError("the first replayed backward pass of this test")
+
+    def opened() -> Lab:
+        return Lab("qwen3-moe-tiny", num_layers=3, seq_length=32, num_microbatches=3, backend="simulated")
+
+    settings = MemorySettings(recompute_granularity="selective", recompute_modules=("core_attn",))
+    with opened() as lab:
+        lab.step()
+        monkeypatch.setattr(Replayer, "gradient_of", fail)
+        assert lab.step(settings).status == "interrupted"
+        assert Replayer.gradient_of is not fail, "the step has begun again"
+        assert lab.settings == settings
+        after = lab.step()
+    with opened() as lab:
+        require_identical(lab.step(settings), after)
+
+
 def test_what_a_step_that_begins_again_requests_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(replayer: Replayer, *_: Any) -> Any:
         monkeypatch.undo()

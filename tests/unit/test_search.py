@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, pairwise
 from pathlib import Path
@@ -522,6 +522,22 @@ def test_the_command_prints_what_single_steps_give(capfd: pytest.CaptureFixture[
     assert "which already exists: choose another file or remove it" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(("free_bytes", "end"), [(MIB, ": no predicted setting fits"), (GIB, "")])
+def test_the_command_says_first_what_no_setting_changes(
+    capfd: pytest.CaptureFixture[str], free_bytes: int, end: str
+) -> None:
+    outside_bytes = estimate_outside_torch(Layout(pipeline_model_parallel_size=2)).total_bytes
+    split = ["--pipeline-model-parallel-size", "2", "--world-size", "2", "--num-microbatches", "2", "--alone"]
+    main(["search", *TINY, *split, "--engines", "1", f"--gpu-memory={outside_bytes + free_bytes}B", "--json"])
+    printed, told = capfd.readouterr()
+    first, second, *_ = told.splitlines()
+    found = re.match(r"under all settings, .* of rank (\d) take (\S+) MiB .*; torch may hold \S+ \S+?(: .*)?$", first)
+    assert found is not None and (found[3] or "") == end
+    least, peaks = float(found[2]) * MIB, [point["peak_allocated_bytes"] for point in json.loads(printed)["points"]]
+    assert MIB < least <= min(peaks)
+    assert second.startswith("rank 0 alone: none: ") and "rank 1 alone" not in told
+
+
 def test_the_command_ranks_each_setting_alone(capfd: pytest.CaptureFixture[str]) -> None:
     room = [f"--gpu-memory={OUTSIDE_BYTES + GIB}B", "--alone", "--engines", "1"]
     assert main(["search", *TINY, *room, "--json"]) == 0
@@ -803,6 +819,15 @@ def test_a_request_to_terminate_ends_a_search_as_ctrl_c_does(of_ctrl_c: Any) -> 
     finally:
         signal.signal(signal.SIGINT, handlers[0])
     assert signal.getsignal(signal.SIGTERM) == handlers[1]
+
+
+def test_a_search_in_another_thread_leaves_signals_alone() -> None:
+    def search() -> Any:
+        with terminated_as_by_ctrl_c():
+            return signal.getsignal(signal.SIGTERM)
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(search).result() == signal.getsignal(signal.SIGTERM)
 
 
 def test_a_step_with_a_limit_starts_in_a_process_of_its_own() -> None:

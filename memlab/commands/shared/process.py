@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -60,17 +61,22 @@ def terminate_on_signal() -> Iterator[list[int]]:
 
 @contextmanager
 def terminated_as_by_ctrl_c() -> Iterator[None]:
-    """Lets a request to terminate, such as that of ``timeout`` or of a batch system, end the block as Ctrl-C does."""
+    """Lets a request to terminate, such as that of ``timeout`` or of a batch system, end the block as Ctrl-C does.
+
+    Both come to the main thread: in another one, nothing ends the block.
+    """
 
     def end(number: int, frame: FrameType | None) -> None:
         of_ctrl_c = signal.getsignal(signal.SIGINT)  # ignored in the background of a shell script
         (of_ctrl_c if callable(of_ctrl_c) else signal.default_int_handler)(number, frame)
 
-    previous = signal.signal(signal.SIGTERM, end)
+    is_heard = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, end) if is_heard else None
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        if is_heard:
+            signal.signal(signal.SIGTERM, previous)
 
 
 def exit_now(code: int) -> None:

@@ -278,6 +278,7 @@ def complete(reading: Reading) -> None:
     _note_replaced_by_recipe(reading)
     _take_layers(reading)
     _complete_rows(reading)
+    _note_missing_sizes(reading)
     rows = reading.get("dataset.micro_batch_size")
     if rows is not None and rows != values["micro_batch_size"]:
         reading.miss("dataset.micro_batch_size", "either", "the data come in micro-batches of this size")
@@ -340,6 +341,19 @@ def _complete_rows(reading: Reading) -> None:
             reading.take(packed, "seq_length", tokens)
             if reading.get("dataset.enable_offline_packing", default=True):
                 pack(reading, packed, 1)
+
+
+def _note_missing_sizes(reading: Reading) -> None:
+    """Says which sizes of a step the job does not give: ``TrainingConfig`` has none by itself (0.6.2 and 067f987d)."""
+    for key, what in (("train.micro_batch_size", "a micro-batch"), ("train.global_batch_size", "a step")):
+        is_unknown = key in reading.entries.by_key and reading.entries.by_key[key].is_unknown
+        if reading.entries.get(key) is None and not is_unknown and not reading.unread:
+            reading.assumed.append(f"the size of {what}")
+            taken = "one sequence" if what == "a micro-batch" else "one micro-batch"
+            reading.warnings.append(
+                f"{key} is not given, and Megatron-Bridge refuses the job without it: memlab takes {taken}; give "
+                f"--set {key}=NUMBER"
+            )
 
 
 def _complete_vocabulary(reading: Reading) -> None:

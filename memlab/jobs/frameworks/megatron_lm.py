@@ -55,6 +55,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     fields_of,
     said_of_layers,
 )
+from memlab.jobs.frameworks.refused_options import check_flags, note_single_experts
 from memlab.jobs.frameworks.user_buffers import NO_FLAGS, NOT_WRITTEN, OPTION
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 from memlab.jobs.model_args import is_started_by_a_launcher
@@ -259,6 +260,14 @@ def complete(reading: Reading) -> None:
     if values.get("world_size") is None:
         _world_size_of_launcher(reading)
     take_sequence_parallel(reading)
+    note_single_experts(reading)
+    entries = reading.entries  # what memlab does not follow of a file may give them
+    has_sizes = "num_layers" in entries.by_key and not (entries.get("use_checkpoint_args") or entries.warnings)
+    if has_sizes and reading.get("max_position_embeddings") is None:
+        reading.warnings.append(
+            "max_position_embeddings is not in the file, and Megatron-LM refuses a job without it: give "
+            "--set max_position_embeddings=NUMBER, at least seq_length; with rope it changes no memory"
+        )
 
 
 def check_arguments(reading: Reading) -> None:
@@ -289,6 +298,7 @@ def check_arguments(reading: Reading) -> None:
                     f"{name} on, or leave overlap_param_gather out",
                     *(name, "overlap_param_gather"),
                 )
+    check_flags(reading)
 
 
 def refused_overlap(scenario: Scenario) -> dict[str, str]:

@@ -441,11 +441,11 @@ def check_batches(reading: Reading, factors: dict[str, int], micro: tuple[str, i
         )
 
 
-def refuse_program(reading: Reading, ends: tuple[str, ...]) -> None:
+def refuse_program(reading: Reading, ends: tuple[str, ...], does: str = "generates") -> None:
     """Refuses a job of a program that trains nothing, by how its name ends."""
     program = reading.entries.program
-    if program is not None and str(program.value).endswith(ends):
-        reading.blocked["job"].append(f"{program.value} ({program.place}): it generates and does not train")
+    if program is not None and str(program.value).removesuffix(".py").endswith(ends):
+        reading.blocked["job"].append(f"{program.value} ({program.place}): it {does} and does not train")
 
 
 def _passes(reading: Reading, sequences: int) -> int:

@@ -48,6 +48,7 @@ from memlab.jobs.frameworks.reinforcement import (
     composed,
     is_packed,
     note_padded_rows,
+    refuse_program,
     sglang_arguments,
     take_rollout,
     take_rows,
@@ -133,10 +134,15 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
+_CONVERTERS = ("convert_hf_to_torch_dist", "convert_to_hf", "convert_torch_dist_to_hf", "torch_dist_to_hf_parallel")
+"""Ends of the names of programs in ``tools/`` (624b824a)."""
+
+
 def complete(reading: Reading) -> None:
     """Derives ranks, workload and state, on top of what Megatron-LM's flags mean."""
     values = reading.values
     values["pads_nothing"] = True
+    refuse_program(reading, _CONVERTERS, "converts a checkpoint")
     complete_model(reading)
     complete_state(reading)
     complete_chunks(reading)

@@ -23,6 +23,7 @@ from memlab.jobs.frameworks.reinforcement import (
     note_padded_rows,
     note_segments,
     only_segments,
+    refuse_program,
     sglang_arguments,
     take_rollout,
     take_rows,
@@ -126,9 +127,14 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
+WITHOUT_TRAINING = ("main_generation", "main_generation_server", "main_eval")
+"""Ends of the names of verl's programs that take keys of a training, and train nothing."""
+
+
 def complete(reading: Reading) -> None:
     """Derives ranks, workload and gradients."""
     values = reading.values
+    refuse_program(reading, WITHOUT_TRAINING)
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
     check_engine(reading)

@@ -332,7 +332,10 @@ def _of_sft(engine: _Engine) -> Framework:
         reading.known.add("engine")
         verl_sft_fsdp.complete_trainer(reading)
 
-    without_effect = VERL_SFT.without_effect | keys_without_effect(f"verl_{engine.name}", "engine")
+    # No loss of the trainer's has an entropy, for which alone VeOmni compiles.
+    unread = {"engine.entropy_from_logits_with_chunking", "engine.entropy_from_logits_chunk_size"}
+    compiles = Missing("engine.use_torch_compile", "either", "memlab predicts eager layers", default=True)
+    without_effect = VERL_SFT.without_effect | keys_without_effect(f"verl_{engine.name}", "engine") | unread
     return Framework(
         name=f"verl-sft-{engine.name}",
         title=f"verl's SFT trainer with {engine.title}",
@@ -342,9 +345,12 @@ def _of_sft(engine: _Engine) -> Framework:
         keys=(*trainer, *engine.keys(*prefixes)),
         missing=(
             *_missing(engine, "engine", "model"),
+            *((compiles,) if engine is _TORCHTITAN else ()),
             *(row for row in VERL_SFT.missing if row.name.startswith("data.")),
         ),
-        without_effect=without_effect | keys_without_effect(f"verl_{engine.name}_optimizer", "optim"),
+        without_effect=without_effect
+        | keys_without_effect(f"verl_{engine.name}_optimizer", "optim")
+        | ({"engine.use_torch_compile"} if engine is _VEOMNI else set()),
         complete=complete,
         complete_of_model=check_family,
         complete_refused=lambda reading: take_fused_adam(reading, "optim"),

@@ -1,0 +1,187 @@
+"""Rules by which Megatron refuses a job for an option that memlab does not predict, or that the model does not have.
+
+Each is in megatron-core 0.16.1 and in main of August 2026 (d98e8a64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+from memlab.config.architectures import Architecture
+from memlab.config.option import EngineName
+from memlab.jobs.frameworks.framework import CannotStartError, Reading
+
+_Rule = tuple[Callable[[Reading], object], str, str, str]
+"""Whether a job breaks the rule, what it has, what to do, and the field of memlab that decides."""
+_ONE_OF_TWO = "leave one of the two out"
+
+
+def _is_on(reading: Reading, field: str) -> bool:
+    return any(one.key.rpartition(".")[2] == field for one in reading.not_modelled)
+
+
+def _offloads_layers(reading: Reading) -> bool:
+    """Whether whole layers are offloaded: Megatron-LM's arguments give only a number of them."""
+    names = ("cpu_offloading", "cpu_offloading_num_layers")
+    return _is_on(reading, names[0]) or any(one.key == names[1] for one in reading.not_modelled)
+
+
+def _selects(reading: Reading, module: str) -> bool:
+    values = reading.values
+    return values.get("recompute_granularity") == "selective" and module in (values.get("recompute_modules") or ())
+
+
+def _ranks(reading: Reading, kind: str) -> int:
+    return reading.values.get(f"{kind}_parallel_size") or 1
+
+
+_OF_CORE: tuple[_Rule, ...] = (
+    (
+        lambda job: _offloads_layers(job) and _ranks(job, "pipeline_model") > 1,
+        *("cpu_offloading with pipeline stages", _ONE_OF_TWO, "pipeline_model_parallel_size"),
+    ),
+    (
+        lambda job: _offloads_layers(job) and job.values.get("recompute_granularity"),
+        *("cpu_offloading with recompute", _ONE_OF_TWO, "recompute_granularity"),
+    ),
+    (
+        lambda job: (
+            _is_on(job, "distribute_saved_activations")
+            and job.values.get("recompute_granularity")
+            and job.values.get("sequence_parallel")
+        ),
+        *("distribute_saved_activations with sequence parallelism", _ONE_OF_TWO, "sequence_parallel"),
+    ),
+    (
+        lambda job: (
+            _is_on(job, "first_last_layers_bf16")
+            and job.values.get("fp8_format")
+            and job.values.get("fp8_recipe", "delayed") == "delayed"
+        ),
+        *("first_last_layers_bf16 with FP8 by the delayed recipe", "choose another recipe", "fp8_recipe"),
+    ),
+)
+"""``TransformerConfig.__post_init__`` (megatron/core/transformer/transformer_config.py)."""
+
+
+def _wrong_product(job: Reading) -> bool:
+    sizes = job.entries.get("hierarchical_context_parallel_sizes")
+    numbers = sizes if isinstance(sizes, list) else [sizes]
+    return all(isinstance(size, int) for size in numbers) and prod(numbers) != _ranks(job, "context")
+
+
+_CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_OF_ARGUMENTS: tuple[_Rule, ...] = (
+    (
+        lambda job: job.entries.get("recompute_modules") is True,
+        *("recompute_modules without a module", "name one, such as core_attn, or leave it out", "recompute_modules"),
+    ),
+    (
+        lambda job: job.entries.get("num_layers") is not None and job.entries.get("encoder_num_layers") is not None,
+        *("num_layers with encoder_num_layers", _ONE_OF_TWO, "num_layers"),
+    ),
+    (
+        lambda job: (
+            job.entries.get("num_layers_per_virtual_pipeline_stage") is not None
+            and any(job.entries.get(f"decoder_{end}_pipeline_num_layers") is not None for end in ("first", "last"))
+        ),
+        "num_layers_per_virtual_pipeline_stage with layers of the first or last stage",
+        *("give num_virtual_stages_per_pipeline_rank in its place", "virtual_pipeline_model_parallel_size"),
+    ),
+    (
+        lambda job: (
+            job.entries.get("no_overlap_p2p_communication")
+            and _ranks(job, "pipeline_model") == 2
+            and any(job.entries.get(name) is not None for name in _CHUNKS)
+        ),
+        "several model chunks on two stages with no_overlap_p2p_communication",
+        *("leave no_overlap_p2p_communication out", "virtual_pipeline_model_parallel_size"),
+    ),
+    (
+        lambda job: job.entries.get("no_position_embedding") and job.values.get("position_embedding_type") != "rope",
+        "no_position_embedding without rotary positions",
+        *("give position_embedding_type rope or none in its place", "position_embedding_type"),
+    ),
+    (
+        lambda job: (
+            job.values.get("fp8_param_gather")
+            and not job.values.get("use_distributed_optimizer")
+            and not job.entries.get("use_torch_fsdp2")
+            and not job.entries.get("use_megatron_fsdp")
+        ),
+        "fp8_param_gather without the distributed optimizer",
+        *("switch use_distributed_optimizer on, or leave fp8_param_gather out", "fp8_param_gather"),
+    ),
+    (
+        lambda job: (
+            job.entries.get("distribute_saved_activations")
+            and (_ranks(job, "tensor_model") == 1 or job.values.get("recompute_granularity") != "full")
+        ),
+        "distribute_saved_activations without full recompute over tensor parallel ranks",
+        *("leave distribute_saved_activations out", "recompute_granularity"),
+    ),
+    (
+        lambda job: job.entries.get("fp16_lm_cross_entropy") and not job.entries.get("fp16"),
+        *("fp16_lm_cross_entropy without fp16", "leave fp16_lm_cross_entropy out", "dtype"),
+    ),
+    (
+        lambda job: job.entries.get("attention_backend") == "local" and job.entries.get("spec") is None,
+        "attention_backend local without --spec local",
+        *("give transformer_impl local in its place", "attention_backend"),
+    ),
+    (
+        _wrong_product,
+        "hierarchical_context_parallel_sizes with another product than context_parallel_size",
+        *("change one of them", "context_parallel_size"),
+    ),
+)
+"""``validate_args`` and the parser (megatron/training/arguments.py)."""
+
+
+def check_core(reading: Reading, architecture: Architecture | None, engine: EngineName) -> None:
+    """Checks rules of ``TransformerConfig``, which only jobs of Megatron have.
+
+    Args:
+        reading: Of a job.
+        architecture: The job's own; None if another one takes its place.
+        engine: The job's.
+
+    Raises:
+        CannotStartError: If one refuses the job.
+    """
+    if engine != "megatron":
+        return
+    _check(reading, _OF_CORE, "Megatron-Core refuses")
+    if architecture is not None and not architecture.multi_latent_attention:
+        _check(reading, (_LATENT,), "Megatron-Core refuses")
+
+
+def check_flags(reading: Reading) -> None:
+    """Checks rules of the arguments of Megatron-LM.
+
+    Raises:
+        CannotStartError: If one refuses the job.
+    """
+    _check(reading, _OF_ARGUMENTS, "the arguments of Megatron-LM refuse")
+
+
+def note_single_experts(reading: Reading) -> None:
+    """Warns of ``moe_act`` where only a flag groups experts, in Megatron-LM: ``TransformerConfig`` refuses it then."""
+    if _selects(reading, "moe_act") and not reading.entries.get("moe_grouped_gemm"):
+        reading.warnings.append(
+            "recompute_modules has moe_act without moe_grouped_gemm, which Megatron-Core refuses: memlab predicts the "
+            "job with moe_grouped_gemm; switch it on"
+        )
+
+
+_LATENT = (
+    lambda job: _selects(job, "mla_up_proj"),
+    *("mla_up_proj in recompute_modules without multi-latent attention", "leave mla_up_proj out", "recompute_modules"),
+)
+
+
+def _check(reading: Reading, rules: tuple[_Rule, ...], refuses: str) -> None:
+    for breaks, what, advice, field in rules:
+        if breaks(reading):
+            raise CannotStartError(f"the job has {what}, which {refuses}: {advice}", field)
