@@ -920,6 +920,7 @@ SAME_SIZES = {
     **{f"deepseek-r1-distill-qwen-{size}b": f"qwen2.5-{size}b" for size in (7, 14, 32)},
     **{f"mistral-7b-instruct-v0.{version}": f"mistral-7b-v0.{version}" for version in (1, 2, 3)},
     **{f"{name}-it": name for name in ("gemma-2b", "gemma-7b", "gemma-2-9b", "gemma-3-270m", "gemma-3-1b")},
+    **{f"gemma-1.1-{size}-it": f"gemma-{size}" for size in ("2b", "7b")},
     "functiongemma-270m-it": "gemma-3-270m",
     "olmo-2-0425-1b": "olmo-2-1b",
     "mistral-nemo": "mistral-nemo-12b",

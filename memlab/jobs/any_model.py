@@ -118,8 +118,9 @@ def _compared(job: Job, jobs: list[Job], said: dict[str, Any], *, is_own: bool) 
         if name in values.get("state", {}):
             values["state"][name] = said.get(name, values["state"][name])
     questions = [] if started else [one for one in _common(one.questions for one in jobs) if one != job.not_supported]
-    rules = {one.cannot_start for one in jobs}
-    cannot_start = rules.pop() if len(rules) == 1 else None
+    # Models that the job's engine does not build say nothing of its rules.
+    rules = {one.cannot_start for one in jobs} - {None}
+    cannot_start = rules.pop() if len(rules) == 1 and not started else None
     if not (started or questions or cannot_start):
         return None
     compared = started or jobs

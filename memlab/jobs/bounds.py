@@ -524,7 +524,7 @@ def categories_it_can_take(key: str) -> tuple[str, ...] | None:
 
 def is_of_inference_engine(key: str) -> bool:
     """Whether a key concerns the engine that generates, and not the training step."""
-    if key.endswith(_OF_TRAINING_TOO):
+    if key.endswith(_OF_TRAINING_TOO) or "checkpoint_engine" in key.split("."):
         return False
     return (
         key.startswith(_OF_ENGINE)
@@ -533,9 +533,9 @@ def is_of_inference_engine(key: str) -> bool:
     )
 
 
-_OF_TRAINING_TOO = ("routing_replay", "generation.top_k", "generation.top_p")
-"""How the keys of engines end that change the training step: it keeps the experts that the engine chose, and leaves out
-of the logits what the engine could not sample."""
+_OF_TRAINING_TOO = ("routing_replay", "generation.top_k", "generation.top_p", "generation.refit_transport")
+"""How the keys of engines end that change the training too: it keeps the experts that the engine chose, leaves out of
+the logits what the engine could not sample, and has buffers from which it sends weights."""
 _OF_ENGINE = ("sglang_", "vllm_", "generator.")
 """How the keys of engines begin where no section of the configuration has that name."""
 

@@ -56,6 +56,8 @@ class Job:
     """None if the job cannot start, or if memlab does not model it."""
     settings: MemorySettings | None
     """None where `scenario` is None."""
+    micro_batches: tuple[int, int] | None = None
+    """The fewest and the most micro-batches of a copy in a step, where the data decides how many fill a budget."""
     rollout: Rollout | None = None
     """What a job of reinforcement learning does between training steps; None for other jobs."""
     cannot_start: str | None = None
@@ -155,6 +157,12 @@ class Job:
         _override(framework, entries, {k: text for k, text in given.items() if k not in environment or k in own})
         entries = framework.own_entries(entries)
         reading = Reading(path=path, entries=entries, version=version, warnings=list(entries.warnings))
+        if version is None and (around := framework.version_around(path)) is not None:
+            reading.version, folder = around
+            reading.warnings.append(
+                f"the file lies in a checkout of {framework.title}, {folder}, with the defaults of {reading.version}: "
+                "memlab takes these; give --framework-version for another"
+            )
         if world_size is not None:
             reading.values["world_size"] = world_size
         try:
@@ -185,6 +193,7 @@ class Job:
             "framework": self.framework,
             "scenario": None if self.scenario is None else self.scenario.to_dict(),
             "settings": None if self.settings is None else self.settings.to_dict(),
+            "micro_batches": None if self.micro_batches is None else list(self.micro_batches),
             "rollout": None if self.rollout is None else self.rollout.to_dict(),
             "cannot_start": self.cannot_start,
             "not_supported": self.not_supported,
@@ -306,7 +315,7 @@ def _built(
         framework.complete_refused(reading)
     if reading.questions and cannot_start is None:
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
-    as_read = _as_read(reading) if cannot_start is None and scenario is None else {}
+    as_read = _as_read(framework, reading) if cannot_start is None and scenario is None else {}
     refuses = cannot_start is None and not_supported is not None and not reading.questions
     _note_accelerator(reading)
     _drop_engine(reading)
@@ -333,6 +342,7 @@ def _built(
         framework=framework.name,
         scenario=scenario,
         settings=settings if scenario is not None else None,
+        micro_batches=reading.micro_batches if cannot_start is None else None,
         rollout=rollout,
         cannot_start=cannot_start,
         refused_fields=refused_fields,
@@ -353,13 +363,16 @@ def _built(
     )
 
 
-def _as_read(reading: Reading) -> dict[str, Any]:
+def _as_read(framework: Framework, reading: Reading) -> dict[str, Any]:
     """Returns the values of a job that memlab cannot predict, with its model's sizes and what it does between steps."""
     name = reading.values.get("architecture")
     model = None if name is None else published_architecture(str(name))
     phases = {} if reading.rollout is None else reading.rollout.to_dict()
     phases = {f"rollout_{name}" if name in reading.values else name: value for name, value in phases.items()}
-    return ({} if model is None else shown_fields(model)) | phases | dict(reading.values)
+    values = {name: value for name, value in reading.values.items() if value is not None} | {"engine": framework.engine}
+    if framework.engine == "fsdp2" and model is not None and not any(reading.blocked.values()):
+        values = TrainingState().options() | values  # only the layout is refused, or the model's family
+    return ({} if model is None else shown_fields(model)) | phases | dict(reading.values) | values
 
 
 def _note_missing_sizes(reading: Reading, framework: Framework, scenario: Scenario) -> None:

@@ -180,3 +180,31 @@ def test_a_question_beside_a_model_that_memlab_has_says_nothing_against_the_mode
     assert main(["job", str(path)]) == 1
     said = capsys.readouterr().out
     assert "with any model, memlab has to know this too: " in said and "--framework-version" in said
+
+
+_FP16 = (
+    "python3 -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-8B trainer.nnodes=1 "
+    "actor_rollout_ref.actor.megatron.dtype=float16 actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 trainer.n_gpus_per_node=8"
+)
+
+
+@pytest.mark.parametrize("version", ["0.9.1", None])
+def test_a_job_of_verl_in_fp16_shows_its_fields(
+    version: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.sh").write_text(_FP16)
+    assert main(["job", str(tmp_path / "run.sh"), *([] if version is None else ["--framework-version", version])]) == 1
+    text = capsys.readouterr().out
+    assert "tensor_model_parallel_size 2" in text.partition("used (")[0] and "fp16" in text
+
+
+def test_a_rule_that_refuses_any_model_is_told_where_the_engine_lacks_some_of_them(tmp_path: Path) -> None:
+    """A public job of verl has four parts of each sequence on two ranks, and a model that FSDP2's engine lacks."""
+    (tmp_path / "run.sh").write_text(
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=lmsys/gpt-oss-20b-bf16 trainer.nnodes=1 "
+        "actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 "
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4 trainer.n_gpus_per_node=2"
+    )
+    common = _common(tmp_path / "run.sh", version="0.9.1")
+    assert common is not None and "the job has 2 ranks, must have a multiple of 4" in str(common.cannot_start)

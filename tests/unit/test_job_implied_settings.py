@@ -673,7 +673,8 @@ def test_a_model_without_experts_cannot_spread_them(tmp_path: Path, name: str) -
 _SELECTIVE = "--recompute-granularity selective --recompute-modules"
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 _POSITIONS = "--max-position-embeddings 4096"
-_CHUNKS = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4"
+_TWO_STAGES = "--pipeline-model-parallel-size 2"
+_CHUNKS = f"{_TWO_STAGES} --num-layers-per-virtual-pipeline-stage 4"
 _SPLIT = "--tensor-model-parallel-size 2"
 
 
@@ -685,7 +686,15 @@ _SPLIT = "--tensor-model-parallel-size 2"
         ("--encoder-num-layers 32", ""),
         (f"{_CHUNKS} --decoder-first-pipeline-num-layers 14", _CHUNKS),
         (f"{_CHUNKS} --no-overlap-p2p-communication", "--no-overlap-p2p-communication"),
+        (
+            f"{_TWO_STAGES} --num-virtual-stages-per-pipeline-rank 2 --no-overlap-p2p-communication",
+            f"{_TWO_STAGES} --num-virtual-stages-per-pipeline-rank 1 --no-overlap-p2p-communication",
+        ),
         ("--no-position-embedding --position-embedding-type none", "--no-position-embedding"),
+        (
+            "--no-position-embedding --position-embedding-type none",
+            "--no-position-embedding --position-embedding-type none --use-checkpoint-args",
+        ),
         (
             "--fp8-format hybrid --fp8-param-gather",
             "--fp8-format hybrid --fp8-param-gather --use-distributed-optimizer",
@@ -713,6 +722,19 @@ def test_flags_that_megatron_lm_refuses(tmp_path: Path, refused: str, accepted: 
     assert read(tmp_path, accepted).cannot_start is None
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--fp8-format hybrid --fp8-recipe $RECIPE --first-last-layers-bf16",
+        f"--distribute-saved-activations --recompute-granularity $RECOMPUTE {_SPLIT}",
+    ],
+)
+def test_a_rule_on_a_text_that_only_the_run_knows_refuses_nothing(tmp_path: Path, flags: str) -> None:
+    job = read(tmp_path, flags)
+    assert job.cannot_start is None
+    assert " is known only when the job runs, and with the default the framework refuses" in str(job.not_supported)
+
+
 @pytest.mark.parametrize("name", _NAMED)
 def test_a_model_without_latent_attention_cannot_recompute_its_projections(tmp_path: Path, name: str) -> None:
     start, _ = _NAMED[name]
@@ -733,6 +755,7 @@ def test_a_model_without_latent_attention_cannot_recompute_its_projections(tmp_p
     ("refused", "accepted"),
     [
         ("", "--max-position-embeddings 4096"),
+        ("", "--max-position-embeddings $POSITIONS"),
         (f"{_POSITIONS} {_SELECTIVE} moe_act", f"{_POSITIONS} {_SELECTIVE} moe_act --moe-grouped-gemm"),
     ],
 )

@@ -8,6 +8,7 @@ import pytest
 
 from memlab.config.architectures import find_architecture, published_architecture
 from memlab.config.model_restrictions import check_on_model
+from memlab.jobs.frameworks.registry import TABLES
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 
@@ -319,6 +320,8 @@ _MEMORY = [
     ("nemo-rl", "policy.generation.backend", "sglang", "either"),
     ("nemo-rl", "policy.generation.refit_transport", "nixl", "more"),
     ("nemo-rl", "policy.generation.vllm_kwargs.cpu_offload_gb", "4", "less"),
+    ("verl", "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nixl.device", "cpu", "less"),
+    ("verl", "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl.rollout_dtype", "float32", "either"),
     ("verl", f"{_ACTOR}.calculate_sum_pi_squared", "true", "more"),
     ("verl", f"{_ACTOR}.qat.enable", "true", "either"),
     ("verl", "actor_rollout_ref.model.mtp.enable", "true", "more"),
@@ -335,6 +338,52 @@ _MEMORY = [
     ("ms-swift", "freeze_parameters", "model.embed_tokens", "less"),
     ("ms-swift", "freeze_parameters_regex", ".*mlp.*", "less"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("megatron", "fsdp", "engine", "of_megatron_alone"),
+    [
+        ("verl", "verl-fsdp", "actor_rollout_ref.rollout.", {"enable_rollout_routing_replay"}),
+        ("nemo-rl", "nemo-rl-dtensor", "policy.generation.", set[str]()),
+        ("skyrl", "skyrl-fsdp", "generator.", set[str]()),
+    ],
+)
+def test_what_concerns_the_inference_engine_is_named_whatever_trains(
+    megatron: str, fsdp: str, engine: str, of_megatron_alone: set[str]
+) -> None:
+    names = [{row.name for row in TABLES[one].missing if row.name.startswith(engine)} for one in (megatron, fsdp)]
+    assert names[0] - names[1] == {f"{engine}{name}" for name in of_megatron_alone}
+    assert names[0]
+
+
+@pytest.mark.parametrize("section", ["policy.megatron_cfg", "policy.dtensor_cfg"])
+@pytest.mark.parametrize("away", [True, False])
+def test_nemo_rl_sends_weights_to_other_gpus_from_buffers_that_the_environment_decides(
+    section: str, away: bool, tmp_path: Path
+) -> None:
+    """``get_target_packed_tensor_size`` in nemo_rl/utils/packed_tensor.py (7ea279ab)."""
+    key = f"{section}.env_vars.NRL_REFIT_NUM_BUFFERS"
+    other = f"{section}.env_vars.SOME_OTHER"
+    (tmp_path / "grpo.yaml").write_text(
+        "policy:\n  model_name: Qwen/Qwen3-8B\n  train_global_batch_size: 64\n  train_micro_batch_size: 1\n"
+        f"  max_total_sequence_length: 4096\n  {section.partition('.')[2]}:\n    enabled: true\n    env_vars:\n"
+        "      NRL_REFIT_NUM_BUFFERS: '1'\n      NCCL_ALGO: Ring\n      SOME_OTHER: '1'\n"
+        f"  generation:\n    colocated:\n      enabled: {str(not away).lower()}\n"
+        "      resources:\n        num_nodes: 1\n        gpus_per_node: 8\n"
+        "cluster:\n  gpus_per_node: 8\n  num_nodes: 2\ngrpo: {}\n"
+    )
+    job = Job.read(tmp_path / "grpo.yaml")
+    named = {one.key: one.effect for one in job.not_modelled}
+    assert named.get(key) == ("either" if away else None) and named[other] == "unknown"
+    assert f"{section}.env_vars.NCCL_ALGO" in job.without_effect
+
+
+def test_buffers_of_the_sender_concern_the_training_s_gpus_wherever_the_engine_is(tmp_path: Path) -> None:
+    """``NIXLCheckpointEngine`` of NeMo-RL (7ea279ab) keeps two on each rank, unless it releases them."""
+    key, away = "policy.generation.refit_transport", "policy.generation.colocated.enabled=false"
+    job = _job("nemo-rl", tmp_path, f"{key}=nixl", away)
+    assert key in {one.key for one in job.not_modelled}
+    assert job.rollout is not None and not job.rollout.is_colocated
 
 
 @pytest.mark.parametrize(("framework", "key", "value", "effect"), _MEMORY)

@@ -159,6 +159,8 @@ def test_a_layout_that_memlab_lacks_shows_the_model_and_the_phases(tmp_path: Pat
     job = read(tmp_path, **sizes)
     assert of_any_model(job, lambda model: Job.read(job.path, architecture=model)) is None
     assert (job.as_read["hidden_size"], job.as_read["is_colocated"]) == (4096, True)
+    state = TrainingState().options() | job.as_read
+    assert {name: job.as_read[name] for name in state} == state  # also what the job leaves as it is
     assert "hidden_size 4096" in job_table(job)
 
 

@@ -197,6 +197,8 @@ _DISTILLATION = (
 )  # fmt: skip
 """Fields of ModelOpt's DistillationConfig (modelopt/torch/distill/plugins/megatron.py, 0.47.0)."""
 FRAMEWORK_MISSING = (
+    *(Missing(f"{section}.skip_train", "less", "the job evaluates and does not train", blocks=True, of="job")
+      for section in ("train", "validation")),
     *_OTHER_MODELS,
     Missing("model.class", "either", "models of this class of Megatron-Bridge", is_given, blocks=True),
     *frozen_parts("model."),
@@ -706,6 +708,8 @@ BRIDGE = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=(
         keys_without_effect("bridge")
+        | keys_without_effect("environment", "env_vars")
+        | keys_without_effect("environment", "ENV_VARS")
         | keys_without_effect("bridge_dataset", "dataset")
         | keys_without_effect("bridge_provider", "model")
         | keys_without_effect("megatron_core_model", "model")

@@ -87,6 +87,8 @@ class Reading:
     most_micro_batches: int | None = 0
     """As many as a copy has in a step, where memlab predicts fewer; None if the job does not say how many, 0 if memlab
     predicts all."""
+    micro_batches: tuple[int, int] | None = None
+    """The fewest and the most that a copy has in a step, where the data decides; None where that is not known."""
     padding_in_fp8: PaddingInFp8 | None = None
     """As in `Framework`."""
     known: set[str] = field(default_factory=set)
@@ -230,6 +232,8 @@ class Framework:
     """Names of the framework's own configurations, whose values are the defaults of `keys`."""
     versions: tuple[str, ...] = ()
     """Among which the user has to choose where defaults differ; the newest first."""
+    version_around: Callable[[Path], tuple[str, str] | None] = lambda _: None
+    """Returns which of `versions` the checkout has that a job's file lies in, and the checkout's folder."""
 
     @property
     def engine(self) -> EngineName:

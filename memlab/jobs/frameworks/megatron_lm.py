@@ -206,6 +206,7 @@ FLAGS_MISSING = (
     *(replace(row, default=_DEFAULTS.get(row.name, ABSENT)) for row in _CORE_ROWS if row.name not in _NOT_ARGUMENTS),
     *(replace(_ROW[field], name=flag) for flag, field in _OTHER_NAMES.items()),
     *(replace(_ROW[field], name=flag, is_on=bool) for flag, field in _SWITCHED_OFF.items()),
+    Missing("skip_train", "less", "the job evaluates and does not train", blocks=True, of="job"),
     Missing("use_legacy_models", "either", "legacy models are not those of Megatron-Core", blocks=True),
     Missing(
         "spec", "either", "layers of the job's own specification are another model",
@@ -263,7 +264,7 @@ def complete(reading: Reading) -> None:
     note_single_experts(reading)
     entries = reading.entries  # what memlab does not follow of a file may give them
     has_sizes = "num_layers" in entries.by_key and not (entries.get("use_checkpoint_args") or entries.warnings)
-    if has_sizes and reading.get("max_position_embeddings") is None:
+    if has_sizes and "max_position_embeddings" not in entries.by_key:
         reading.warnings.append(
             "max_position_embeddings is not in the file, and Megatron-LM refuses a job without it: give "
             "--set max_position_embeddings=NUMBER, at least seq_length; with rope it changes no memory"

@@ -193,6 +193,18 @@ _OWN_ARGUMENTS = (
 """Fields of Megatron's TransformerConfig that NeMo-RL reads beside its own keys, and not among the overrides."""
 _OF_SGLANG_CFG = ("cpu_offload_gb", "enable_dp_attention")
 """What NeMo-RL's ``SGLangConfig`` has of SGLang's arguments that change memory; ``sglang_kwargs`` has all."""
+_REFIT_BUFFERS = ("NRL_REFIT_BUFFER_MEMORY_RATIO", "NRL_REFIT_NUM_BUFFERS")
+
+
+def refit_buffers(section: str) -> tuple[Missing, ...]:
+    """Returns the rows of the buffers from which the workers of a policy send weights to other GPUs.
+
+    See ``get_target_packed_tensor_size`` in nemo_rl/utils/packed_tensor.py (7ea279ab).
+    """
+    reason = "weights are sent to other GPUs in so many buffers, each of a part of the GPU's memory"
+    return tuple(Missing(f"{section}.env_vars.{name}", "either", reason, is_given) for name in _REFIT_BUFFERS)
+
+
 FRAMEWORK_MISSING = (
     Missing("policy.megatron_cfg.enabled", "either",
             "memlab predicts this framework's jobs with Megatron only, not with DTensor", is_false, blocks=True,
@@ -214,7 +226,9 @@ FRAMEWORK_MISSING = (
         default=1,
     ),
     Missing(f"{_GENERATION}.vllm_cfg.precision", "less", _QUANTIZED_ENGINE, lambda value: "fp8" in str(value)),
-    Missing(f"{_GENERATION}.refit_transport", "more", "the weights are sent in buffers of this transport", is_given),
+    Missing(f"{_GENERATION}.refit_transport", "more",
+            "weights are sent from buffers of this transport, which may stay on the training's GPUs", is_given),
+    *refit_buffers(_MEGATRON),
     Missing(f"{_GENERATION}.real_quant", "less", _QUANTIZED_ENGINE),
     *vllm_arguments(f"{_GENERATION}.vllm_kwargs"),
     *(row for row in sglang_arguments(f"{_GENERATION}.sglang_cfg.") if row.name.endswith(_OF_SGLANG_CFG)),
@@ -361,6 +375,10 @@ def take_phases(
     """
     values = reading.values
     bucket = values.pop("bucket", None)
+    if is_colocated:
+        for one in [one for one in reading.not_modelled if one.key.endswith(_REFIT_BUFFERS)]:
+            reading.not_modelled.remove(one)
+            reading.without_effect[one.key] = "the process that starts the workers reads it for an engine on their GPUs"
     if bucket and not is_colocated:
         reading.taken = [one for one in reading.taken if one.field != "bucket"]
         reading.without_effect["policy.refit_buffer_size_gb"] = "only an engine on the training's GPUs has this buffer"
@@ -720,6 +738,7 @@ NEMO_RL = Framework(
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("nemo_rl")
+    | keys_without_effect("environment", f"{_MEGATRON}.env_vars")
     | model_without_effect(_OVERRIDES)
     | keys_without_effect("megatron_core_optimizer", f"{_MEGATRON}.optimizer"),
     complete=complete,

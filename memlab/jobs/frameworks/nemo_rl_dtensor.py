@@ -50,6 +50,7 @@ from memlab.jobs.frameworks.nemo_rl import (
     compares_largest,
     complete_ranks,
     has_engine,
+    refit_buffers,
     rows_of_pass,
     take_longest,
     take_phases,
@@ -111,7 +112,8 @@ KEYS = (
     Key("policy.optimizer.kwargs.fused", "is_fused", SWITCH),
 )
 FRAMEWORK_MISSING = (
-    *(row for row in NEMO_RL.missing if row.name.startswith(_MISSING_OF_METHODS)),
+    *(row for row in NEMO_RL.missing if row.name.startswith((*_MISSING_OF_METHODS, "policy.generation."))),
+    *refit_buffers(_DTENSOR),
     Missing("policy.reward_model_cfg.enabled", "either", "a head of one number replaces the output layer"),
     Missing(
         "teacher.model_name",
@@ -352,6 +354,7 @@ NEMO_RL_DTENSOR = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=(NEMO_RL.without_effect - set(_OF_THIS_POLICY))
     | keys_without_effect("nemo_rl_dtensor")
+    | keys_without_effect("environment", f"{_DTENSOR}.env_vars")
     | {key.name for key in NEMO_RL.keys if not key.name.startswith(_MEGATRON)}
     | {row.name for row in NEMO_RL.missing if not row.name.startswith(_MEGATRON)},
     complete=complete,

@@ -90,8 +90,9 @@ def complete(reading: Reading) -> None:
     reading.rollout = replace(reading.rollout, num_passes=passes)
     *others, row = reading.taken
     reading.taken = [*others, replace(row, key=row.key.replace("train_mb", "logprob_mb"))]
-    # In place of the last note, by which more passes need no more memory.
-    reading.warnings[-1] = (
+    # In place of the note by which more passes need no more memory.
+    reading.warnings = [one for one in reading.warnings if not one.endswith("experts are spread over ranks")]
+    reading.warnings.append(
         f"{reading.taken[-1].key}: passes are filled up to a budget, so their number depends on the data; memlab "
         f"predicts {passes or values['num_microbatches']}, all full, of each of which the largest logits stay until "
         "the last has ended"

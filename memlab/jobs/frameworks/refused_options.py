@@ -71,14 +71,16 @@ def _wrong_product(job: Reading) -> bool:
     return all(isinstance(size, int) for size in numbers) and prod(numbers) != _ranks(job, "context")
 
 
-_CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 _OF_ARGUMENTS: tuple[_Rule, ...] = (
     (
         lambda job: job.entries.get("recompute_modules") is True,
         *("recompute_modules without a module", "name one, such as core_attn, or leave it out", "recompute_modules"),
     ),
     (
-        lambda job: job.entries.get("num_layers") is not None and job.entries.get("encoder_num_layers") is not None,
+        lambda job: (
+            "add_bias_linear" not in job.entries.by_key  # a log has the flags' destinations, and the layers twice
+            and all(job.entries.get(name) is not None for name in ("num_layers", "encoder_num_layers"))
+        ),
         *("num_layers with encoder_num_layers", _ONE_OF_TWO, "num_layers"),
     ),
     (
@@ -93,13 +95,20 @@ _OF_ARGUMENTS: tuple[_Rule, ...] = (
         lambda job: (
             job.entries.get("no_overlap_p2p_communication")
             and _ranks(job, "pipeline_model") == 2
-            and any(job.entries.get(name) is not None for name in _CHUNKS)
+            and (
+                job.entries.get("num_layers_per_virtual_pipeline_stage") is not None
+                or job.entries.get("num_virtual_stages_per_pipeline_rank") not in (None, 1)
+            )
         ),
         "several model chunks on two stages with no_overlap_p2p_communication",
         *("leave no_overlap_p2p_communication out", "virtual_pipeline_model_parallel_size"),
     ),
     (
-        lambda job: job.entries.get("no_position_embedding") and job.values.get("position_embedding_type") != "rope",
+        lambda job: (
+            job.entries.get("no_position_embedding")
+            and job.values.get("position_embedding_type") != "rope"
+            and not job.entries.get("use_checkpoint_args")  # a checkpoint's arguments take the place of both
+        ),
         "no_position_embedding without rotary positions",
         *("give position_embedding_type rope or none in its place", "position_embedding_type"),
     ),
@@ -184,4 +193,7 @@ _LATENT = (
 def _check(reading: Reading, rules: tuple[_Rule, ...], refuses: str) -> None:
     for breaks, what, advice, field in rules:
         if breaks(reading):
+            # Of a field that is a text, an unknown value is not among the guesses.
+            keys = {key for key, entry in reading.entries.by_key.items() if entry.is_unknown}
+            reading.guessed += sorted(key for key in keys - {*reading.guessed} if key.rpartition(".")[2] == field)
             raise CannotStartError(f"the job has {what}, which {refuses}: {advice}", field)

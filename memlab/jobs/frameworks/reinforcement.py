@@ -12,6 +12,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.adapters import kind_of
+from memlab.jobs.frameworks.budgets import Counting, Step, by_first_fit
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import PARTS_OF_MULTIMODAL_MODELS, Missing, is_given, missing_under, refusal
 from memlab.jobs.frameworks.megatron_lm import common, named
@@ -73,6 +74,7 @@ def take_rows(
     longest: int | None,
     sequences: int | None,
     *,
+    counted: Counting = by_first_fit,
     is_refused: bool = False,
 ) -> None:
     """Takes packed micro-batches: rows of so many tokens on each rank.
@@ -83,6 +85,7 @@ def take_rows(
         tokens_per_rank: The budget of one rank; context parallel ranks share a row.
         longest: Tokens of the longest sequence, where it is known.
         sequences: Sequences of a step over all copies, where they are known.
+        counted: How the framework counts the rows.
         is_refused: Whether the framework stops at a sequence above the budget, and gives it no row of its own.
 
     Raises:
@@ -118,15 +121,23 @@ def take_rows(
     values["micro_batch_size"] = 1
     sequences_of_row = math.ceil(filled / longest) if longest else 1
     pack(reading, key, min(sequences_of_row, values["seq_length"] // unit))
-    rows = None
-    if longest and sequences:
-        rows = math.ceil(sequences / copies(reading) * longest / values["seq_length"])
+    rows, turn, stages = None, 1, values.get("pipeline_model_parallel_size") or 1
+    if sequences:
+        rows = counted(Step(math.ceil(sequences / copies(reading)), tokens_per_rank * context, longest))
+        # Chunks of a pipeline take turns with as many micro-batches as there are stages.
+        turn = stages if (values.get("virtual_pipeline_model_parallel_size") or 1) > 1 else 1
+        rows = math.ceil(rows / turn) * turn
+        reading.micro_batches = (turn, rows)
     reading.most_micro_batches = rows
-    values["num_microbatches"] = _full_rows(rows, values.get("pipeline_model_parallel_size") or 1)
+    values["num_microbatches"] = _full_rows(rows, stages)
+    predicted = values["num_microbatches"]
+    if turn == rows == predicted:
+        return
+    number = f"their number, {turn} to {rows} in a step, depends" if rows else "their number depends"
+    why = f"a step has {turn}" if turn == rows else f"micro-batches are filled up to a budget, so {number} on the data"
     reading.warnings.append(
-        f"{key}: micro-batches are filled up to a budget, so their number depends on the data; memlab predicts "
-        f"{values['num_microbatches']}, all full; more of them need no more memory, unless experts are spread over "
-        "ranks"
+        f"{key}: {why}; memlab predicts {predicted}, all full; more of them need no more memory, unless experts are "
+        "spread over ranks"
     )
 
 

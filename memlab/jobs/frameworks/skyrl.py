@@ -152,6 +152,7 @@ def complete(reading: Reading) -> None:
     else:
         key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)
+    note_steps(reading)
     drop_single_chunk(values)
 
 
@@ -172,18 +173,10 @@ def longest_row(reading: Reading) -> int:
     Of several turns, each begins with at most the input length (skyrl_gym_generator.py). Agents of Harbor read neither
     length: their programs ask for the whole one (``main_harbor.py`` in examples/train_integrations/harbor, a9564572).
     """
-    values, program = reading.values, reading.entries.program
-    steps = "generator.step_wise_trajectories"
-    if reading.get(steps) is True:  # ``merge_stepwise_output`` joins those of which one begins with another
-        reading.known.add(steps)
-        reading.warnings.append(
-            f"{steps}: each step of an answer is a sequence, so the number of micro-batches depends on the data; "
-            "memlab predicts one sequence for each answer; more of them need no more memory, unless experts are spread "
-            "over ranks"
-        )
+    values = reading.values
     prompt = values.pop("prompt_length")
     longest: int = (values.pop("input_length") or prompt) + values.pop("response_length")
-    if program is None or "harbor" not in str(program.value):
+    if not _is_of_harbor(reading):
         return longest
     key = "trainer.algorithm.max_seq_len"
     whole = reading.get(key)
@@ -195,6 +188,30 @@ def longest_row(reading: Reading) -> int:
         return longest
     reading.take(key, "longest", whole)
     return int(values.pop("longest"))
+
+
+def _is_of_harbor(reading: Reading) -> bool:
+    return reading.entries.program is not None and "harbor" in str(reading.entries.program.value)
+
+
+def note_steps(reading: Reading) -> None:
+    """Says how many micro-batches a job may have where each step of an answer is a sequence; they are known already.
+
+    Agents of Harbor take as many steps as they like. ``merge_stepwise_output`` joins those of which one begins with
+    another.
+    """
+    steps, turns = "generator.step_wise_trajectories", reading.get("generator.max_turns", default=1)
+    if reading.get(steps) is not True:
+        return
+    number, predicted = "the number of micro-batches", reading.values["num_microbatches"]
+    is_of_budget, reading.micro_batches = reading.micro_batches is not None, None
+    if not _is_of_harbor(reading) and is_whole_number(turns) and not is_of_budget:
+        reading.micro_batches = (predicted, predicted * turns)
+        number += f", {predicted} to {predicted * turns} in a step,"
+    reading.warnings.append(
+        f"{steps}: each step of an answer is a sequence, so {number} depends on the data; memlab predicts one sequence "
+        "for each answer; more of them need no more memory, unless experts are spread over ranks"
+    )
 
 
 def check_turns(reading: Reading) -> None:

@@ -63,6 +63,7 @@ from memlab.jobs.frameworks.skyrl import (
     longest_row,
     note_reference,
     note_skipped_passes,
+    note_steps,
 )
 from memlab.jobs.frameworks.skyrl import (
     check as check_batches,
@@ -136,6 +137,7 @@ def wraps_others(value: Any) -> bool:
 
 FRAMEWORK_MISSING = (
     *(row for row in SKYRL.missing if row.name.startswith(("generator.", "trainer.fully_async."))),
+    Missing("trainer.mtp.enabled", "more", "the inference engine has a draft model too"),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
     Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
     Missing("trainer.flash_attn", "either", "rows are padded, and attention then has a mask", is_false),
@@ -175,6 +177,7 @@ def complete(reading: Reading) -> None:
     longest = longest_row(reading)
     _take_phases(reading, per_node, longest, is_colocated=is_colocated)
     _take_rows(reading, longest)
+    note_steps(reading)
 
 
 def complete_engine(reading: Reading, policy: str, loss: str, chunk: str) -> None:

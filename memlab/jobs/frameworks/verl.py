@@ -11,8 +11,21 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
+from memlab.jobs.frameworks.budgets import by_tokens
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
-from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, NUMBER, SWITCH, TEXT, WHOLE, Key, Missing, is_given, under
+from memlab.jobs.frameworks.keys import (
+    ALLOCATOR,
+    COUNT,
+    NUMBER,
+    SWITCH,
+    TEXT,
+    WHOLE,
+    Key,
+    Missing,
+    is_given,
+    other_than,
+    under,
+)
 from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.megatron_lm import ONLY_OF_VERL_AND_SLIME
 from memlab.jobs.frameworks.reinforcement import (
@@ -30,12 +43,11 @@ from memlab.jobs.frameworks.reinforcement import (
     take_sequences,
     vllm_arguments,
 )
+from memlab.jobs.frameworks.verl_checkout import BEFORE, VERSIONS, version_around
 from memlab.jobs.frameworks.verl_engine import (
     AWAY,
-    BEFORE,
     CANNOT_WRITE,
     FIXED,
-    VERSIONS,
     cannot_write,
     complete_engine,
     engine_keys,
@@ -105,6 +117,7 @@ FRAMEWORK_MISSING = (
     Missing(f"{_ACTOR}.qat.enable", "either", "weights are quantized in forward"),
     Missing(f"{_ACTOR}.router_replay.mode", "more", "the chosen experts of each token are kept, of all micro-batches",
             lambda value: value not in (None, "disabled")),
+    Missing("trainer.val_only", "less", "the job validates and does not train", blocks=True, of="job"),
     Missing("distillation.enabled", "more", "the loss reads more of the logits than the labels' log-probabilities"),
     *(
         Missing(f"{one}.enable", "more", "a reward model's engine may be on the same GPUs")
@@ -124,11 +137,30 @@ FRAMEWORK_MISSING = (
             "other GPUs generate, and the engine of the training's GPUs sleeps unless it is lent to them",
             lambda value: value == "separate_async"),
     Missing(f"{_ROLLOUT}.disaggregation.enabled", "either", "prefill and decoding have different engines"),
+    *(Missing(f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rollout_dtype", "either",
+              "memlab takes the weights that are sent in 2 bytes", other_than("bfloat16", "bf16", "float16"))
+      for backend in ("nccl", "nixl", "kimi_ckpt_engine", "mooncake")),
+    *(Missing(f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.device", "less",
+              "the buffers from which weights are sent are on the host", other_than("cuda"))
+      for backend in ("nixl", "mooncake")),
 )  # fmt: skip
 
 
 WITHOUT_TRAINING = ("main_generation", "main_generation_server", "main_eval")
 """Ends of the names of verl's programs that take keys of a training, and train nothing."""
+
+
+def note_program(reading: Reading) -> None:
+    """Says where a program's own configuration is not known."""
+    program = reading.entries.program
+    if program is None or "config_name" in reading.entries.by_key:
+        return
+    name = str(program.value)
+    if not name.startswith(("verl.", "verl/")) and "/verl/" not in name:
+        reading.warnings.append(
+            f"{program.place}: {name} is no program of verl's own, and may have a configuration of its own: memlab "
+            "takes verl's defaults for what the file does not give; give --set KEY=VALUE for others"
+        )
 
 
 def complete(reading: Reading) -> None:
@@ -137,6 +169,7 @@ def complete(reading: Reading) -> None:
     refuse_program(reading, WITHOUT_TRAINING)
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
+    note_program(reading)
     check_engine(reading)
     note_critic(reading, "critic.megatron")
     section = "megatron.override_transformer_config"
@@ -178,7 +211,15 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "actor_rollout_ref.model.use_remove_padding")
-        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences, is_refused=True)
+        take_rows(
+            reading,
+            f"{_ACTOR}.ppo_max_token_len_per_gpu",
+            tokens,
+            longest,
+            sequences,
+            counted=by_tokens,
+            is_refused=True,
+        )
         return
     if values.get("micro_batch_size") is None:
         reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")
@@ -243,6 +284,19 @@ def take_allocator(reading: Reading) -> None:
         note_segments(reading, key)
 
 
+def check_policy_loss(reading: Reading) -> None:
+    """Checks that SAPO's two numbers stand where ``ActorConfig`` has them (0.8.0, 0.9.1 and 1dda039b).
+
+    Raises:
+        CannotStartError: If they are among those of ``PolicyLossConfig``, as in two of verl's own examples.
+    """
+    for name in ("tau_pos", "tau_neg"):
+        if reading.get(f"{_ACTOR}.policy_loss.{name}") is not None:
+            raise CannotStartError(
+                f"{_ACTOR}.policy_loss.{name} is set, which verl's PolicyLossConfig does not have: set {_ACTOR}.{name}"
+            )
+
+
 def check(reading: Reading) -> None:
     """Checks rules of ``RolloutConfig`` in verl/workers/config/rollout.py, and of ``engine_workers.py`` (0.9.1).
 
@@ -250,6 +304,7 @@ def check(reading: Reading) -> None:
         CannotStartError: If it refuses the job, or the first backward fails (`_check_entropy`).
     """
     _check_entropy(reading)
+    check_policy_loss(reading)
     check_sequences(reading)
     key, own = f"{_ROLLOUT}.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"
     is_dynamic = reading.get(own) or False
@@ -416,4 +471,5 @@ VERL = Framework(
     render=hydra_lines,
     configurations=("ppo_megatron_trainer", "ppo_trainer", "fully_async_ppo_megatron_trainer"),
     versions=VERSIONS,
+    version_around=version_around,
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from memlab.jobs.frameworks.budgets import by_tokens
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import COUNT, SWITCH, Key
 from memlab.jobs.frameworks.reinforcement import note_padded_rows, take_rows, take_sequences
@@ -52,7 +53,9 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "critic.model.use_remove_padding")
-        take_rows(reading, "critic.ppo_max_token_len_per_gpu", tokens, longest, sequences, is_refused=True)
+        take_rows(
+            reading, "critic.ppo_max_token_len_per_gpu", tokens, longest, sequences, counted=by_tokens, is_refused=True
+        )
         return
     key = "critic.ppo_micro_batch_size_per_gpu"
     if values.get("micro_batch_size") is None:

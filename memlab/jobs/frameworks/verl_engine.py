@@ -53,10 +53,9 @@ from memlab.jobs.frameworks.megatron_keys import (
 )
 from memlab.jobs.frameworks.megatron_lm import OF_OTHER_FRAMEWORKS, take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import note_replaced_values
+from memlab.jobs.frameworks.verl_checkout import BEFORE, FP32_SINCE, RELEASE
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
-RELEASE, FP32_SINCE, BEFORE = "0.9.1", "2026-08-20", "before-2026-08-20"
-VERSIONS = (RELEASE, FP32_SINCE, BEFORE)
 _OWN_OPTIMIZER = (
     "use_precision_aware_optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer",
     "use_layer_wise_distributed_optimizer",
@@ -169,6 +168,9 @@ def padding_in_fp8(unit: int, _: int, __: str) -> tuple[int, int]:
 def complete_engine(reading: Reading, engine: str, optim: str, model: str) -> None:
     """Derives gradients, and what leaves the device."""
     note_replaced_values(reading, f"{model}.override_config")
+    if reading.values["dtype"] == "fp16":
+        reading.values["dtype"] = "bf16"
+        reading.blocked["precision"].append(f"{engine}.dtype {reading.get(f'{engine}.dtype')}: memlab computes in bf16")
     take_sequence_parallel(reading, f"{engine}.sequence_parallel", default=True)
     _complete_optimizer(reading, optim)
     _complete_gradients(reading, engine, optim)

@@ -12,6 +12,7 @@ from typing import Any
 from memlab.config.rollout import ReferencePass
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.budgets import by_tokens
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
@@ -59,15 +60,17 @@ from memlab.jobs.frameworks.reinforcement import (
 from memlab.jobs.frameworks.verl import (
     VERL,
     WITHOUT_TRAINING,
+    check_policy_loss,
     check_sequences,
     compares,
     copies_of_bucket,
     note_critic,
+    note_program,
     rows_of_passes,
     skip_passes,
     take_allocator,
 )
-from memlab.jobs.frameworks.verl_engine import FP32_SINCE, RELEASE
+from memlab.jobs.frameworks.verl_checkout import FP32_SINCE, RELEASE, version_around
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
@@ -170,8 +173,9 @@ KEYS = (
     Key(f"{_ROLLOUT}.layered_summon", "is_layered", SWITCH, False),
 )  # fmt: skip
 FRAMEWORK_MISSING = (
-    *(row for row in VERL.missing if row.name.startswith((f"{_ACTOR}.", "distillation.", "reward", "trainer."))
-      and not row.name.startswith(_OF_MEGATRON)),
+    *(row for row in VERL.missing
+      if row.name.startswith((f"{_ACTOR}.", f"{_ROLLOUT}.", "distillation.", "reward", "trainer."))
+      and not row.name.startswith((*_OF_MEGATRON, f"{_ROLLOUT}.enable_rollout_routing_replay"))),
     Missing(f"{_ACTOR}.entropy_coeff", "more", "the entropy's gradient keeps probabilities and a copy of the logits"),
     Missing(f"{_ACTOR}.calculate_entropy", "more", "verl keeps probabilities for backward"),
     *(Missing(f"{section}.entropy_from_logits_with_chunking", "less", "the entropy is computed in chunks of tokens")
@@ -227,6 +231,7 @@ def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_
     refuse_program(reading, WITHOUT_TRAINING)
     del values["nodes"]
     reading.known.add("config_name")
+    note_program(reading)
     note_critic(reading, f"critic.{name}")
     if values["is_colocated"]:
         take_allocator(reading)
@@ -425,7 +430,15 @@ def _take_rows(reading: Reading) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, removes_padding = values.pop("tokens_per_rank"), values.pop("removes_padding")
     if values.pop("is_dynamic"):
-        take_rows(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences, is_refused=True)
+        take_rows(
+            reading,
+            f"{_ACTOR}.ppo_max_token_len_per_gpu",
+            tokens,
+            longest,
+            sequences,
+            counted=by_tokens,
+            is_refused=True,
+        )
     else:
         key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
         if values.get("micro_batch_size") is None:
@@ -440,6 +453,7 @@ def check(reading: Reading) -> None:
         CannotStartError: If verl or torch refuses the job.
     """
     check_shards(reading)
+    check_policy_loss(reading)
     check_sequences(reading)
 
 
@@ -546,13 +560,14 @@ VERL_FSDP = Framework(
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=VERL.without_effect
-    | {f"{_FSDP}.mixed_precision.buffer_dtype", f"{_ACTOR}.policy_loss.tau_pos", f"{_ACTOR}.policy_loss.tau_neg"}
+    | {f"{_FSDP}.mixed_precision.buffer_dtype"}
     | {key.name for key in VERL.keys if not key.name.startswith(_OF_MEGATRON) or ".model.lora." in key.name}
     | {row.name for row in VERL.missing if not row.name.startswith(_OF_MEGATRON)},
     complete=complete,
     complete_of_model=check_family,
     check=check,
     versions=VERL.versions,
+    version_around=version_around,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     compose=compose,
     packs=is_packed,

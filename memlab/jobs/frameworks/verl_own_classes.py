@@ -47,6 +47,7 @@ from memlab.jobs.frameworks.keys import (
 )
 from memlab.jobs.frameworks.reinforcement import note_replaced_values
 from memlab.jobs.frameworks.verl import VERL
+from memlab.jobs.frameworks.verl_checkout import version_around
 from memlab.jobs.frameworks.verl_sft import VERL_SFT
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -160,7 +161,7 @@ def _take_automodel(reading: Reading, engine: str, optim: str) -> None:
     if values["tensor_model_parallel_size"] == 1:
         del values["sequence_parallel"]
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
-    values["reshard_after_forward"] = "all_but_last"
+    values |= {"reshard_after_forward": "all_but_last", "fsdp_cpu_offload": False}
     kind = f"{values.pop('library')}.{values.pop('optimizer')}"
     is_adam = kind in ("torch.optim.AdamW", "torch.optim.Adam")
     if not is_adam:
@@ -318,6 +319,7 @@ def _of_trainer(engine: _Engine) -> Framework:
         complete_of_model=check_family,
         check=check_shards,
         versions=VERL.versions,
+        version_around=version_around,
         fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     )
 
@@ -356,6 +358,7 @@ def _of_sft(engine: _Engine) -> Framework:
         complete_refused=lambda reading: take_fused_adam(reading, "optim"),
         check=check_shards,
         versions=VERL_SFT.versions,
+        version_around=version_around,
         fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.bridge_keys import complete_provider
+from memlab.jobs.frameworks.budgets import by_tokens
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import COUNT, SWITCH, TEXT, WHOLE, Key, Missing
 from memlab.jobs.frameworks.lines import hydra_lines
@@ -20,10 +21,10 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rows,
     take_sequences,
 )
+from memlab.jobs.frameworks.verl_checkout import VERSIONS, version_around
 from memlab.jobs.frameworks.verl_engine import (
     CANNOT_WRITE,
     FIXED,
-    VERSIONS,
     cannot_write,
     complete_engine,
     engine_keys,
@@ -72,7 +73,7 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "model.use_remove_padding")
-        take_rows(reading, "data.max_token_len_per_gpu", tokens, longest, sequences, is_refused=True)
+        take_rows(reading, "data.max_token_len_per_gpu", tokens, longest, sequences, counted=by_tokens, is_refused=True)
     else:
         key = "data.micro_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)
@@ -114,4 +115,5 @@ VERL_SFT = Framework(
     render=hydra_lines,
     configurations=("sft_trainer_engine",),
     versions=VERSIONS,
+    version_around=version_around,
 )

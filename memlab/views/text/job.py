@@ -52,7 +52,8 @@ def job_table(job: Job, common: OfAnyModel | None = None) -> str:
         causes,
         [f"{job.path.name}: a job of {framework.title} (names and defaults of {framework.source})"],
         _summary(job),
-        _as_read(job.as_read) if common is None else _of_any_model(common),
+        [] if common is None else _of_any_model(common),
+        _as_read(job.as_read) if common is None or not common.values else [],
     ]
     given = [taken for taken in job.taken if taken.place != "default"]
     defaults = [taken for taken in job.taken if taken.place == "default" and _says_something(taken)]
@@ -92,7 +93,7 @@ def _summary(job: Job) -> list[str]:
     lines = [
         f"model      {scenario.architecture.name}, {scenario.num_layers} layers, {scenario.dtype}",
         f"layout     {scenario.layout}" + (f" ({ranks} ranks)" if ranks > 1 else ""),
-        f"workload   {scenario.micro_batch_size} x {tokens} per micro-batch, {batches} per step",
+        f"workload   {scenario.micro_batch_size} x {tokens} per micro-batch, {batches} per step{_range(job)}",
         f"state      {scenario.state}",
         f"settings   {job.settings}",
     ]
@@ -101,6 +102,14 @@ def _summary(job: Job) -> list[str]:
     if scenario.allocator != AllocatorSettings():
         lines.append(f"allocator  {scenario.allocator}")
     return lines
+
+
+def _range(job: Job) -> str:
+    """Returns how many micro-batches the job may have where it is not how many memlab predicts."""
+    fewest, most = job.micro_batches or (0, 0)
+    if job.scenario is None or {fewest, most} <= {0, job.scenario.num_microbatches}:
+        return ""
+    return f" (the job has {most})" if fewest == most else f" (the job has {fewest} to {most}, as the data decides)"
 
 
 def _of_any_model(common: OfAnyModel) -> list[str]:

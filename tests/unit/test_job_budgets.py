@@ -1,0 +1,223 @@
+"""How many micro-batches fill a budget of tokens, and which version of verl a checkout has."""
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memlab.jobs.frameworks.budgets import Counting, Step, by_first_fit, by_tokens
+from memlab.jobs.job import Job
+
+
+def _first_fit(lengths: list[int], budget: int) -> int:
+    bins: list[int] = []
+    for length in lengths:
+        for number, filled in enumerate(bins):
+            if filled + length <= budget:
+                bins[number] += length
+                break
+        else:
+            bins.append(length)
+    return len(bins)
+
+
+def _emptiest_first(lengths: list[int], budget: int) -> int:
+    bins: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        if bins and min(bins) + length <= budget:
+            bins[bins.index(min(bins))] += length
+        else:
+            bins.append(length)
+    return len(bins)
+
+
+def _padded(lengths: list[int], budget: int) -> int:
+    rows, number = 0, 1
+    for length in sorted(lengths):
+        if rows and (rows + 1) * length > budget:
+            rows, number = 0, number + 1
+        rows += 1
+    return number
+
+
+def _balanced(lengths: list[int], budget: int) -> int:
+    return min(len(lengths), math.ceil(sum(lengths) / budget))
+
+
+@pytest.mark.parametrize(
+    ("counted", "packed"),
+    [(by_first_fit, _first_fit), (by_first_fit, _emptiest_first), (by_first_fit, _padded), (by_tokens, _balanced)],
+)
+def test_no_data_fill_more_micro_batches_and_the_longest_sequences_fill_as_many(
+    counted: Counting, packed: Callable[[list[int], int], int]
+) -> None:
+    draw = random.Random(1)
+    for _ in range(300):
+        longest, sequences = draw.randint(1, 90), draw.randint(1, 20)
+        step = Step(sequences, draw.randint(longest, 300), longest)
+        assert packed([longest] * sequences, step.budget) == counted(step)
+        assert packed([draw.randint(1, longest) for _ in range(sequences)], step.budget) <= counted(step)
+
+
+_VERL = (
+    "python3 -m verl.trainer.main_ppo model_engine={} actor_rollout_ref.model.path=Qwen/Qwen3-8B "
+    "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096 "
+    "data.max_prompt_length=1024 data.max_response_length=2048 actor_rollout_ref.actor.ppo_mini_batch_size=16 "
+    "actor_rollout_ref.rollout.n=3 trainer.nnodes=1 trainer.n_gpus_per_node=8 "
+)
+_CHUNKS = (
+    "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=2 "
+    "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size=2"
+)
+_SLIME = (
+    "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --hf-checkpoint Qwen/Qwen3-8B "
+    "--use-dynamic-batch-size --global-batch-size 48 --rollout-max-context-len 3072 --max-tokens-per-gpu "
+)
+_SKYRL = (
+    "python -m skyrl.train.entrypoints.main_base trainer.strategy=fsdp2 trainer.policy.model.path=Qwen/Qwen3-8B "
+    "trainer.placement.policy_num_gpus_per_node=8 trainer.policy_mini_batch_size=16 generator.n_samples_per_prompt=3 "
+    "trainer.max_prompt_length=1024 generator.sampling_params.max_generate_length=2048 "
+    "trainer.micro_train_batch_size_per_gpu=1 trainer.micro_forward_batch_size_per_gpu=1 "
+    "trainer.train_batch_size=16 trainer.max_tokens_per_microbatch="
+)
+_STEPS = "generator.step_wise_trajectories=true"
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (_VERL.format("dp"), (1, 5)),  # 6 sequences of 3,072 tokens on each rank: 18,432 tokens, by 4,096
+        (_VERL.format("megatron"), (1, 5)),
+        (f"{_VERL.format('megatron')} {_CHUNKS}", (2, 10)),  # 12 sequences: 9 micro-batches, by two stages in turn
+        (f"{_SLIME} 4096", (1, 6)),
+        (f"{_SLIME} 4096 --context-parallel-size 2", (1, 6)),  # 12 sequences, two of them in 8,192 tokens
+        (f"{_SLIME} 2048", (1, 6)),  # a longer sequence is a micro-batch of its own
+        (f"{_SLIME} 65536", (1, 1)),
+        (f"{_SKYRL}4096", (1, 6)),
+        (f"{_SKYRL}6200", (1, 3)),
+        (f"{_SKYRL}-1 {_STEPS} generator.max_turns=4", (6, 24)),
+    ],
+)
+def test_a_job_says_how_many_micro_batches_the_data_can_fill(
+    script: str, expected: tuple[int, int], tmp_path: Path
+) -> None:
+    (tmp_path / "run.sh").write_text(script)
+    job = Job.read(tmp_path / "run.sh", version="2026-08-20" if "verl" in script else None)
+    assert job.micro_batches == expected
+    said = f", {expected[0]} to {expected[1]} in a step, depend"
+    assert (said in " ".join(job.warnings)) is (expected != (1, 1))
+
+
+def test_steps_of_an_agent_have_no_known_number(tmp_path: Path) -> None:
+    script = f"{_SKYRL}-1 {_STEPS} generator.max_turns=4 trainer.algorithm.max_seq_len=8192"
+    (tmp_path / "run.sh").write_text(script.replace("skyrl.train.entrypoints.main_base", "harbor.main_harbor"))
+    job = Job.read(tmp_path / "run.sh")
+    assert job.micro_batches is None and "so the number of micro-batches depends on the data" in " ".join(job.warnings)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("sequence_packing", (1, 4)), ("dynamic_batching", (1, 4))])
+def test_a_job_of_nemo_rl_says_it_too(kind: str, expected: tuple[int, int], tmp_path: Path) -> None:
+    other = {"sequence_packing": "dynamic_batching"}.get(kind, "sequence_packing")
+    (tmp_path / "grpo.yaml").write_text(
+        "policy:\n  model_name: Qwen/Qwen3-8B\n  train_global_batch_size: 64\n  train_micro_batch_size: 4\n"
+        "  max_total_sequence_length: 4096\n  dtensor_cfg:\n    enabled: true\n"
+        f"  {kind}:\n    enabled: true\n    train_mb_tokens: 8192\n    logprob_mb_tokens: 8192\n"
+        f"  {other}:\n    enabled: false\ncluster:\n  gpus_per_node: 8\n  num_nodes: 1\ngrpo: {{}}\n"
+    )
+    assert Job.read(tmp_path / "grpo.yaml").micro_batches == expected
+
+
+_SYNC = "    def _gradient_sync_context(self):\n"
+_KEY = '        "use_no_sync_for_gradient_accumulation"\n'
+_FP32 = "    def _resolve_override_ddp_config(self):\n"
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "megatron", "defers", "reduces_in_bf16"),
+    [
+        (_SYNC + _KEY, _FP32, False, False),  # 0.9.1
+        (_SYNC, _FP32, True, False),  # 0.9.0, and main of August 2026
+        ("", "", False, True),  # 0.8.0
+        ("", _FP32, False, None),  # between them: the job asks
+    ],
+)
+def test_the_checkout_around_a_job_s_file_decides_verl_s_version(
+    fsdp: str, megatron: str, defers: bool, reduces_in_bf16: bool | None, tmp_path: Path
+) -> None:
+    for engine, source in (("fsdp", fsdp), ("megatron", megatron)):
+        folder = tmp_path / "verl" / "workers" / "engine" / engine
+        folder.mkdir(parents=True)
+        (folder / "transformer_impl.py").write_text(source)
+    script = tmp_path / "examples" / "grpo" / "run.sh"
+    script.parent.mkdir(parents=True)
+    script.write_text(_VERL.format("dp"))
+    job = Job.read(script)
+    assert job.required()[0].state.defer_fsdp_grad_sync is defers
+    assert any(str(tmp_path) in one for one in job.warnings) is (reduces_in_bf16 is not None)
+    assert Job.read(script, version="0.9.1").required()[0].state.defer_fsdp_grad_sync is False
+    script.write_text(_VERL.format("megatron"))
+    job = Job.read(script)
+    assert bool(job.questions) is (reduces_in_bf16 is None)
+    if reduces_in_bf16 is not None:
+        assert job.required()[0].state.grad_reduce_in_bf16 is reduces_in_bf16
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+@pytest.mark.parametrize("program", ["main_generation_server", "main_eval"])
+def test_a_program_of_verl_that_trains_nothing_is_refused(engine: str, program: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(_VERL.format(engine).replace("main_ppo", program))
+    assert "does not train" in str(Job.read(tmp_path / "run.sh", version="0.9.1").not_supported)
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+@pytest.mark.parametrize(("words", "is_told"), [("", True), ("--config-name=dapo_trainer ", False)])
+def test_a_program_that_is_not_verl_s_own_may_have_other_defaults(
+    engine: str, words: str, is_told: bool, tmp_path: Path
+) -> None:
+    script = _VERL.format(engine).replace("verl.trainer.main_ppo ", f"recipe.dapo.main_dapo {words}")
+    (tmp_path / "run.sh").write_text(script)
+    warnings = " ".join(Job.read(tmp_path / "run.sh", version="0.9.1").warnings)
+    assert ("recipe.dapo.main_dapo is no program of verl's own" in warnings) is is_told
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+@pytest.mark.parametrize(("key", "is_refused"), [("policy_loss.tau_pos", True), ("tau_pos", False)])
+def test_the_policy_s_loss_has_no_numbers_of_sapo(engine: str, key: str, is_refused: bool, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{_VERL.format(engine)} +actor_rollout_ref.actor.{key}=1.0")
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    assert ("PolicyLossConfig" in str(job.cannot_start)) is is_refused
+    assert not [one for one in job.not_modelled if one.effect == "unknown"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "key"),
+    [
+        ("run.sh", _VERL.format("dp"), "trainer.val_only"),
+        ("run.sh", _VERL.format("megatron"), "trainer.val_only"),
+        (
+            "run.sh",
+            (
+                "torchrun pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --bf16 "
+                "--max-position-embeddings 64 --micro-batch-size 1 --padded-vocab-size 128"
+            ),
+            "skip_train",
+        ),
+        *(
+            ("run_config.yaml", "model:\n  hf_model_id: Qwen/Qwen3-8B\ntrain:\n  micro_batch_size: 1\nddp: {}\n", key)
+            for key in ("train.skip_train", "validation.skip_train")
+        ),
+    ],
+)
+def test_a_job_that_only_evaluates_is_refused(name: str, text: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    told = [
+        str(
+            Job.read(
+                tmp_path / name, overrides=[f"{key}={on}"], version="0.9.1" if "verl" in text else None
+            ).not_supported
+        )
+        for on in ("true", "false")
+    ]
+    assert "does not train" in told[0] and "does not train" not in told[1]
