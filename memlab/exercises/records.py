@@ -99,7 +99,8 @@ class Check(Goals):
         """Requires the job of another step: the same scenario in everything but the named parts.
 
         The rank is not compared if one of the records is that of a whole job, because a job's worst rank may be another
-        one. If the number of micro-batches may change, the number of tokens per step may not.
+        one. If the number of micro-batches may change, the number of tokens per step may not. If the other is a record,
+        both have the same backend: a prediction does not stand for a step that ran.
 
         Args:
             other: A record that the lab took before the exercise, or its scenario.
@@ -122,7 +123,12 @@ class Check(Goals):
         for name, (group, value) in mine.items():
             needed = theirs[name][1]
             if value != needed and not {name, group} & may_differ:
-                return self.goal(False, f"{name} is {_shown(value)}, must be {_shown(needed)}", _keep(name, group, but))
+                hint = _keep(name, group, but, scenario)
+                return self.goal(False, f"{name} is {_shown(value)}, must be {_shown(needed)}", hint)
+        if isinstance(other, StepRecord) and self._record.backend != other.backend:
+            what = f"the backend of the record is {self._record.backend!r}, must be {other.backend!r}"
+            hint = "take the step with lab.step(...); if a prediction has closed the lab, run its cell again"
+            return self.goal(False, what, hint)
         return self.goal(True, f"the job is the same{', except ' + listed(but) if but else ''}")
 
     def starts_below(self, num_bytes: int) -> Self:
@@ -524,10 +530,15 @@ def _shown(value: object) -> str:
     return repr(value) if value is None or isinstance(value, (str, bool, int, float)) else f"{value}"
 
 
-def _keep(name: str, group: str, but: Sequence[str]) -> str:
+def _keep(name: str, group: str, but: Sequence[str], needed: Scenario) -> str:
     """Says what to do about a part of the job that an answer changed, but must not change."""
     in_words = {"state": "the training state", "layout": "the layout"}
     only = f"change only {listed([in_words.get(part, part) for part in but]) or 'the memory settings'}"
-    if back := "set_state" if group == "state" else _SETS_BACK.get(name):
-        return f"{only}; an open Lab keeps an earlier change until lab.{back} changes it back"
-    return only
+    if group == "state":
+        options = ", ".join(f"{option}={value!r}" for option, value in needed.state.changed().items())
+        back = f"set_state(TrainingState({options}))"
+    elif name in _SETS_BACK:
+        back = f"{_SETS_BACK[name]}({name}={getattr(needed, name)!r})"
+    else:
+        return only
+    return f"{only}; an open Lab keeps an earlier change until lab.{back} changes it back"

@@ -104,7 +104,9 @@ class Worker:
             ValueError: If the worker is closed.
         """
         if self._executor is None:
-            raise ValueError(f"this lab ({self._describe()}) is closed: open another with Lab(...)")
+            raise ValueError(
+                f"this lab ({self._describe()}) is closed: open another with Lab(...), or run its cell again"
+            )
         return self._executor
 
     def refuse_on_own_thread(self) -> None:

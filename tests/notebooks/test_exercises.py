@@ -207,8 +207,11 @@ EXERCISES = {
             ),
         ),
         Exercise(
-            solution=selective("moe_act"),
+            solution=selective("layernorm", "moe_act"),
             wrong=(
+                'mine = selective["layernorm"]',  # two rows of the second table
+                selective("moe_act"),
+                selective("core_attn", "moe_act"),
                 # The offload lowers the peak, and not what is recomputed.
                 selective(
                     "core_attn", others=', offload_modules=["expert_fc1", "moe_act"], min_offloaded_tensor_size=0'
@@ -219,14 +222,15 @@ EXERCISES = {
                 step("MemorySettings()"),
                 step("half.settings"),
                 *(in_state(options, CORE_ATTN) for options in OTHER_STATES),
-                selective("moe_act", others=ALL_AWAY),
+                selective("layernorm", "moe_act", others=ALL_AWAY),
                 selective("moe", others=', checkpoint_input_remedy="detach"'),
                 selective("moe", others=', checkpoint_input_remedy="release_storage"'),
                 shorter(selective("core_attn")),
-                selective("moe_act", others=', offload_modules=["qkv_linear"]'),  # too small to be offloaded
+                # Too small to be offloaded.
+                selective("layernorm", "moe_act", others=', offload_modules=["qkv_linear"]'),
                 "lab.step(MemorySettings())",  # no answer has a name
             ),
-            also_right=(selective("layernorm"), selective("layernorm", "moe_act")),
+            also_right=(selective("moe_act", "layernorm"), "mine = lab.step(two)"),
         ),
         Exercise(
             # As a float too: a formula with a division gives one.

@@ -242,7 +242,7 @@ def test_a_missed_goal_prints_one_line_and_silences_the_goals_after_it(
             (),
             (
                 f"seq_length is 128, must be {PLAIN.scenario.seq_length}. Hint: change only the memory settings; an open Lab "
-                "keeps an earlier change until lab.set_workload changes it back."
+                f"keeps an earlier change until lab.set_workload(seq_length={PLAIN.scenario.seq_length}) changes it back."
             ),
         ),
         (
@@ -255,7 +255,7 @@ def test_a_missed_goal_prints_one_line_and_silences_the_goals_after_it(
             ("exp_avg_dtype",),
             (
                 "optimizer_cpu_offload is True, must be False. Hint: change only exp_avg_dtype; an open Lab keeps an earlier "
-                "change until lab.set_state changes it back."
+                "change until lab.set_state(TrainingState()) changes it back."
             ),
         ),
         ({"routing": find_routing("skewed:3")}, (), "routing is skewed:3, must be balanced. Hint: change only the"),
@@ -281,6 +281,18 @@ def test_another_job_is_refused_and_its_first_other_part_named(
 ) -> None:
     assert not check(job_with(**changed)).same_job_as(PLAIN, *but)
     assert capsys.readouterr().out.startswith(f"not yet: {line}")
+
+
+def test_a_prediction_does_not_stand_for_a_step_of_the_lab(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = replace(PLAIN, backend="cpu")
+    predicted = replace(PLAIN, backend="simulated")
+    assert not check(predicted).same_job_as(ran).peak_below(1)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(
+        "not yet: the backend of the record is 'simulated', must be 'cpu'. Hint: take the step with lab."
+    )
+    assert check(predicted).same_job_as(predicted), "the exercise is about predictions"
+    assert check(predicted).same_job_as(ran.scenario), "the exercise names no step"
 
 
 def test_an_answer_of_another_kind_misses_the_goal_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def test_opening_a_lab_closes_the_open_one_and_says_so(open_lab: Callable[..., A
     first = open_lab("phi-4-tiny")
     with pytest.warns(UserWarning, match=r"closing the open lab \(phi-4-tiny"):
         second = open_lab("phi-4-tiny")
-    with pytest.raises(ValueError, match=r"closed: open another with Lab"):
+    with pytest.raises(ValueError, match=r"closed: open another with Lab\(...\), or run its cell again"):
         first.step()
     assert second.step().status == "ok"
 
