@@ -7,7 +7,6 @@ host: a call without a device, or for ``"cpu"`` or pinned memory.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from memlab.engines.megatron.layers.dropout import dropout
 from memlab.meter.labels import current_stream, is_followed, on_host, on_stream, stream_order
-from memlab.meter.stream_order import Moment
+from memlab.meter.stream_order import STREAM_NUMBERS, Moment
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -224,12 +223,6 @@ _NO_HANDLERS = dict.fromkeys(FACTORIES)
 needs one look-up."""
 
 
-_NUM_STREAMS = 32
-"""torch takes the streams of a process from a pool in turn, and then the first one again (``kStreamsPerPool`` in
-``c10/cuda/CUDAStream.cpp``, torch 2.11)."""
-_stream_numbers = itertools.cycle(range(1, _NUM_STREAMS + 1))
-
-
 class _Stream:
     """A call returns when its work is done, so there is nothing to wait for; what a GPU would wait for is noted.
 
@@ -239,7 +232,7 @@ class _Stream:
     device_index, device_type = 0, 1  # CUDA's number in c10/core/DeviceType.h
 
     def __init__(self, *_: Any, number: int | None = None, **__: Any) -> None:
-        self.number = next(_stream_numbers) if number is None else number
+        self.number = STREAM_NUMBERS.take() if number is None else number
 
     @property
     def stream_id(self) -> int:

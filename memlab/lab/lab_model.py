@@ -198,6 +198,7 @@ class LabModel:
             self.apply(MemorySettings())
             restore()
             if not self.garbage.collect_until(partial(self._restored, restore_memory)):
+                self.replay.forget_passes(self.scenario, self.settings)
                 return False
         finally:
             if limit_bytes is not None:

@@ -20,6 +20,7 @@ from memlab.meter.events import EventLog
 from memlab.meter.kept_gathers import KeptGathers
 from memlab.meter.labels import Labels, Product
 from memlab.meter.late_frees import LateFrees
+from memlab.meter.stream_order import STREAM_NUMBERS
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
@@ -55,6 +56,8 @@ class CachingMemory:
         self._waiting: dict[Product, list[StorageAllocation]] = {}
         """What is allocated at the first matrix product of a kind (`memlab.meter.labels.allocated_at_first`)."""
         self._has_stepped = False
+        self.num_unseen = 0
+        """How many requests so far came with the first operation of a kind, and are no events of a step."""
 
     @property
     def reserved_bytes(self) -> int:
@@ -108,6 +111,7 @@ class CachingMemory:
     def _place(self, product: Product) -> None:
         """Gives what waits for a kind of products its blocks; only what they add to the request is an event."""
         waiting = self._waiting.get(product, [])
+        self.num_unseen += len(waiting)
         while waiting:
             allocation = waiting[0]
             counted = allocation.num_bytes
@@ -127,6 +131,7 @@ class CachingMemory:
         Where the limit leaves no room for it, also after torch has freed its cached segments, nothing is taken. Such a
         limit is one of tiny models: the kernels of others are timed long before they need the most.
         """
+        self.num_unseen += 1
         limit_bytes, stream = self._limit_bytes, self._labels.stream
         if limit_bytes is not None and not self.allocator.makes_space(num_bytes, limit_bytes, stream):
             return
@@ -216,9 +221,12 @@ class CachingMemory:
 
     def remember(self, live: Callable[[], list[StorageAllocation]]) -> Callable[[], bool]:
         waiting = {product: list(allocations) for product, allocations in self._waiting.items()}
-        return partial(self._restore, _Remembered.now(self.allocator.copy(), live(), waiting), live)
+        remembered = _Remembered.now(self.allocator.copy(), live(), waiting)
+        return partial(self._restore, remembered, STREAM_NUMBERS.num_taken, live)
 
-    def _restore(self, remembered: _Remembered, find_live: Callable[[], list[StorageAllocation]]) -> bool:
+    def _restore(
+        self, remembered: _Remembered, num_streams: int, find_live: Callable[[], list[StorageAllocation]]
+    ) -> bool:
         live = find_live()
         now = remembered.among(live)
         if now is None or any(each.pinned_bytes for each in live):
@@ -240,7 +248,7 @@ class CachingMemory:
                 allocation.rounding_bytes = 0
         self._waiting = {product: list(allocations) for product, allocations in remembered.waiting.items()}
         self._labels.on_product = self._place if self._waiting else None
-        self._has_stepped = False
+        self._has_stepped, STREAM_NUMBERS.num_taken = False, num_streams
         self._log.device_bytes = sum(each.num_bytes for each in now if each.pool == _DEVICE)
         return True
 

@@ -10,6 +10,24 @@ from __future__ import annotations
 Moment = dict[int, int]
 """By stream, how much of its work: the number of the event that ends it."""
 
+_NUM_STREAMS = 32
+"""torch takes the streams of a process from a pool in turn, and then the first one again (``kStreamsPerPool`` in
+``c10/cuda/CUDAStream.cpp``, torch 2.11)."""
+
+
+class StreamNumbers:
+    """The numbers of the streams that a process takes."""
+
+    num_taken = 0
+
+    def take(self) -> int:
+        """Returns the number of the next stream, from 1."""
+        self.num_taken += 1
+        return (self.num_taken - 1) % _NUM_STREAMS + 1
+
+
+STREAM_NUMBERS = StreamNumbers()
+
 
 class StreamOrder:
     """The streams of one process by their numbers."""

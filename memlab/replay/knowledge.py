@@ -12,6 +12,9 @@ from memlab.replay.offload_calls import spec_of
 from memlab.replay.passes import Known, Pass, PassesOfStep, Unit
 from memlab.replay.retention import Retention
 
+_MOST_KNOWN = 256
+"""Recorded passes that are kept when a model starts over: 10 to 30 for one settings."""
+
 Freed = list[tuple[int, Role]]
 """As `memlab.meter.recording.freed_by` returns it."""
 
@@ -35,6 +38,9 @@ class Knowledge:
     """Remembers recorded passes, and which of them are proven.
 
     A pass is proven by another one with the same events: the one before it through a unit of its kind, or with its key.
+    After the model has started over, it is still known what it did under one settings, which are a part of a kind. In
+    its first step, the first pass with a key may allocate what later ones find. So that one is replayed only as the
+    first pass with this key of an earlier model's first step.
     """
 
     step: PassesOfStep
@@ -46,19 +52,48 @@ class Knowledge:
     _freed: dict[tuple[Any, ...], Freed] = field(default_factory=dict)
     _freed_lately: dict[int, Freed] = field(default_factory=dict)
     """What the forward pass that was stepped last in this step has freed, whatever its key, by kind."""
+    _num_steps: int = 0
+    """Since the model was built, or has started over."""
+    _opening: dict[Key, Any] = field(default_factory=dict)
+    """The signature of the first pass with a key in a first step; None if that has done more than later ones."""
+    _met: set[Key] = field(default_factory=set)
+    """Keys of passes that this step has stepped."""
+    _has_forgotten: bool = False
+    """Whether other settings or another workload preceded those of this step."""
 
     def begin_step(self) -> None:
         """Forgets what is known only of the step before."""
         self._freed_lately.clear()
+        self._met.clear()
+        self._num_steps += 1
 
     def forget(self) -> None:
         """Forgets what was recorded."""
-        for known in (self._known, self._last_signature, self._keeps_result, self._freed):
+        for known in (self._known, self._last_signature, self._keeps_result, self._freed, self._opening):
             known.clear()
+        self._has_forgotten = self._num_steps > 0
+
+    def settings_change(self) -> None:
+        """Forgets what was recorded under other settings, unless the model is as it was when it was built."""
+        if self._num_steps:
+            self.forget()
+
+    def start_over(self) -> None:
+        """Says that the model is about to start over."""
+        # Of one step, it is not known what a second one would repeat. Of MoE layers, whose token dispatchers keep parts
+        # of passes, one of 13 random sequences left 512 bytes more than in a new model.
+        is_unsure = self._has_forgotten or self._num_steps == 1 or self.step.is_moe
+        if is_unsure or len(self._known) > _MOST_KNOWN:
+            self.forget()
+        self._num_steps, self._has_forgotten = 0, False
+        self._last_signature.clear()
+        for known in self._known.values():
+            self.retention.settle(known.source)
 
     def get(self, key: Key) -> Known | None:
-        """Returns what was recorded last."""
-        return self._known.get(key)
+        """Returns what was recorded last; None if the pass may do more, as the first one of all."""
+        known = self._known.get(key)
+        return known if known is None or known.is_opening or self._num_steps > 1 or key in self._met else None
 
     def forward(self, one: Pass, given: torch.Tensor) -> Key:
         """Returns what decides about a forward pass."""
@@ -92,8 +127,12 @@ class Knowledge:
         if not self.step.replays:
             return
         former, of_kind, signature = self._known.get(key), self._of_kind(key, known.source), known.signature
-        known.is_proven = self._last_signature.get(of_kind) == signature
-        known.is_proven |= former is not None and former.signature == signature
+        is_equal = former is not None and former.signature == signature
+        known.is_proven = self._last_signature.get(of_kind) == signature or is_equal
+        if self._num_steps == 1:
+            self._opening.setdefault(key, None if known.has_unseen else signature)
+            self._met.add(key)
+        known.is_opening = self._opening.get(key) == signature
         self._last_signature[of_kind], self._known[key] = signature, known
         if key.direction == "backward":
             behind = known.source.unit.after, key.circumstances, key.groups
@@ -103,6 +142,12 @@ class Knowledge:
     def not_recorded(self, key: Key, one: Pass) -> None:
         """Says that a stepped pass could not be recorded."""
         self._last_signature.pop(self._of_kind(key, one), None)
+        self.not_learned(key)
+
+    def not_learned(self, key: Key) -> None:
+        """Says that the pass that was stepped shows nothing of later ones."""
+        if self._num_steps == 1:
+            self._opening.setdefault(key, None)
 
     def _of_kind(self, key: Key, one: Pass) -> tuple[str, int, bool]:
         return key.direction, key.kind, self.step.is_latest(one)
@@ -114,7 +159,7 @@ class Knowledge:
     def will_know_backward(self, one: Pass, *, is_latest: bool) -> bool:
         """Whether two equal backward passes will have been stepped before that of a pass which begins now."""
         unit, key = one.unit, self.backward(one, is_latest=is_latest)
-        backward = self._known.get(key)
+        backward = self.get(key)
         if backward is not None and backward.is_proven:
             return True
         # Backward begins at the last unit, with the earliest micro-batch. Until it has ended there, a pass of the first

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from megatron.core import tensor_parallel
 
+from memlab.config.settings import MemorySettings
 from memlab.engines.megatron.build import LiveModel
 from memlab.meter.labels import Labels
 from memlab.meter.repeater import Repeater
@@ -111,9 +112,19 @@ class LayerReplay:
                 del layer.forward
 
     def forget(self) -> None:
-        """Forgets what was recorded: the settings or the workload change."""
+        """Forgets what was recorded: the workload changes, or something unknown has happened."""
         self._knowledge.forget()
         self.retention.forget()
+
+    def apply(self, settings: MemorySettings) -> None:
+        """Forgets what was recorded under other settings than these."""
+        self._units.apply(settings)
+        self._knowledge.settings_change()
+        self.retention.forget()
+
+    def start_over(self) -> None:
+        """Keeps what holds for a model that is as it was when it was built."""
+        self._knowledge.start_over()
 
     def release(self) -> None:
         """Frees what replayed passes retain, and drops the model."""

@@ -36,6 +36,8 @@ class Mark(NamedTuple):
     """What the rank had sent."""
     calls: tuple[int, int]
     """As `RepeatedCalls.position`."""
+    num_unseen: int
+    """As `CachingMemory.num_unseen`."""
 
 
 class Reference(NamedTuple):
@@ -73,6 +75,8 @@ class Left:
     """What keeps all of it, without what is freed with the graph; or empty."""
     in_graphs: list[tuple[int, Retained]] = field(default_factory=list)
     """What the dispatchers keep in graphs, with the place of the layer in the unit."""
+    freed: frozenset[int] | None = None
+    """Places in `others` of what was freed with the graph, of a pass of a model that has started over since."""
 
     def retained(self) -> list[StorageAllocation]:
         """Returns what the unit's next pass frees."""
@@ -183,6 +187,10 @@ class Known:
     has_checkpoint: bool = False
     """Whether a checkpoint in the graph of its output keeps random states, those of Megatron's tracker among them."""
     is_proven: bool = False
+    has_unseen: bool = False
+    """Whether it has made requests that are not in the recording, since it was the first to need them."""
+    is_opening: bool = False
+    """Whether the first pass with its key, of a model's first step, had these events and no others."""
 
     @property
     def signature(self) -> tuple[Any, ...]:

@@ -95,6 +95,8 @@ class Recorder:
                 output = self._known(one, mark, recording, one.output, result, calls)
                 output.keeps_states, output.has_checkpoint = unit.keeps_states, has_checkpoint
                 knowledge.learn(key, output)
+            else:
+                knowledge.not_learned(key)
         node = result.grad_fn
         if node is not None:
             self.step.in_flight.append(one)
@@ -124,7 +126,8 @@ class Recorder:
 
     def _mark(self) -> Mark:
         position, calls = self.meter.position(), self.calls.position()
-        return Mark(position, self.labels.span, self.communication.sent_without, calls)
+        sent, num_unseen = self.communication.sent_without, self.meter.memory.num_unseen
+        return Mark(position, self.labels.span, sent, calls, num_unseen)
 
     def _record(
         self, one: Pass, mark: Mark, known: Mapping[int, Role], *, ignores_unknown: bool = False
@@ -143,7 +146,8 @@ class Recorder:
     ) -> Known:
         last = one.unit.places.get(self.labels.module, -1)
         sent = self.communication.sent_without - mark.sent
-        return Known(recording, role, spec_of(result), one, calls, sent, last)
+        has_unseen = self.meter.memory.num_unseen > mark.num_unseen
+        return Known(recording, role, spec_of(result), one, calls, sent, last, has_unseen=has_unseen)
 
     def _roles_of_others(self, one: Pass) -> dict[int, Role]:
         retained = enumerate(self.retention.of(one.unit))
@@ -198,6 +202,8 @@ class Recorder:
         self._read_what_is_left(one, mark, own, result)
         if result >= 0 and calls is not None and self._may_be_repeated(one, recording):
             self.knowledge.learn(key, self._known(one, mark, recording, result, gradient, calls))
+        else:
+            self.knowledge.not_learned(key)
 
     def _roles_in_backward(self, one: Pass) -> dict[int, Role]:
         known = self._roles_of_others(one) if self.step.refills else {}

@@ -13,6 +13,7 @@ from memlab.meter.allocations import Allocation, StorageAllocation
 from memlab.meter.labels import Labels
 from memlab.meter.recording import RETAINED, Role
 from memlab.meter.repeater import Repeater
+from memlab.replay.offload_calls import Saved
 from memlab.replay.passes import Pass, PassesOfStep, Unit
 from memlab.replay.units import Units
 
@@ -149,10 +150,23 @@ class Retention:
         """Frees what a layer would free when its part of the graph is freed."""
         if one.source is None:  # backward did not reach it
             return
-        for place, allocation in enumerate(one.source.left.others):
-            has_freed = not allocation.num_bytes and id(allocation) not in self._freed_by_pass
-            if (has_freed or place in one.left.in_graph) and one.left.others[place].num_bytes:
-                self.meter.storages.let_go(one.left.others[place])
+        freed = self._freed_with_graph(one.source) | one.left.in_graph
+        for allocation in [one.left.others[place] for place in sorted(freed)]:
+            if allocation.num_bytes:
+                self.meter.storages.let_go(allocation)
+
+    def settle(self, source: Pass) -> None:
+        """Notes what the graph of a stepped pass has freed, before a model starts over, and drops the rest of it."""
+        source.left.freed = self._freed_with_graph(source)
+        source.saved, source.kept = Saved(), None
+        source.roles.clear()
+
+    def _freed_with_graph(self, source: Pass) -> frozenset[int]:
+        """Returns places in what a stepped pass has left."""
+        if source.left.freed is not None:
+            return source.left.freed
+        others = enumerate(source.left.others)
+        return frozenset(place for place, each in others if not each.num_bytes and id(each) not in self._freed_by_pass)
 
 
 def storage_of(allocation: StorageAllocation) -> weakref.ref[Any] | None:

@@ -74,6 +74,7 @@ class StepReplay(NoReplay):
     def parts(self, plan: Plan) -> Iterator[StepParts]:
         self._repeatable = None
         if not self.is_on and not self._layers.retention.has_orphans:
+            self._layers.forget()
             yield StepParts()
             return
         given: dict[str, Any] = {}
@@ -106,7 +107,10 @@ class StepReplay(NoReplay):
         recomputes_all_of_moe = scenario.architecture.keeps_graph and settings.recompute_granularity == "full"
         self._follows_full_recompute |= recomputes_all_of_moe and not _keeps_groups(settings, following)
         self._repeatable = None
-        self._layers.forget()
+        if following is None:
+            self._layers.forget()
+        else:
+            self._layers.apply(following)
 
     def forget(self, scenario: Scenario, settings: MemorySettings) -> None:
         self.forget_passes(scenario, settings)
@@ -117,6 +121,7 @@ class StepReplay(NoReplay):
 
     def free_state(self) -> None:
         self._update.free_state()
+        self._layers.start_over()
 
     def start_over(self) -> None:
         self.is_on, self._follows_full_recompute = True, False

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from memlab.config.settings import MemorySettings
 from memlab.engines.megatron.build import LiveModel
 from memlab.meter.allocations import StorageAllocation
 from memlab.meter.labels import Labels
@@ -39,6 +41,8 @@ class Units:
         self._places = [self._places_of(number) for number in range(len(self.layers))]
         self._without_gradient = [_without_gradient(chunk.module) for chunk in live.chunks]
         self._units: dict[tuple[int, ...], Unit] = {}
+        self._settings = MemorySettings()
+        """What units see of the settings."""
         self.num_recomputed = 0
         """Layers of checkpoints."""
 
@@ -79,6 +83,11 @@ class Units:
         self._units.clear()
         del self.layers
 
+    def apply(self, settings: MemorySettings) -> None:
+        """Notes the settings. How many layers are recomputed decides which units there are, but not what one does."""
+        is_full = settings.recompute_granularity == "full"
+        self._settings = replace(settings, recompute_num_layers=1 if is_full else None)
+
     def divide(self, live: LiveModel, *, opens: bool) -> None:
         """Divides the layers as Megatron's transformer block does under the current settings.
 
@@ -118,7 +127,7 @@ class Units:
         for unit in units:
             of_layers = (self.kinds_of_layers[layer] for layer in unit.layers)
             is_in_front = unit.layers[0] < self._without_gradient[chunk]
-            kind = chunk, num_in_checkpoint, unit.is_checkpoint, is_in_front, *of_layers
+            kind = chunk, num_in_checkpoint, unit.is_checkpoint, is_in_front, self._settings, *of_layers
             unit.kind = self._kinds.setdefault(kind, len(self._kinds))
         kinds = [NO_UNIT, *(unit.kind for unit in units), NO_UNIT]
         num_equal = Counter[tuple[int, int, int]]()

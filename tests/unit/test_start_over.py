@@ -181,5 +181,30 @@ def test_a_lab_that_could_not_replay_a_step_replays_again_with_a_new_model(monke
         assert model.replay.num_replayed
 
 
+@pytest.mark.parametrize(("offload", "num_stepped"), [(None, [8, 4, 1, 0, 1, 0]), (("core_attn",), [8, 8, 4, 3, 1, 0])])
+def test_what_equal_layers_did_is_known_after_starting_over(
+    offload: tuple[str, ...] | None, num_stepped: list[int]
+) -> None:
+    """How many layers are recomputed decides which layer is of which kind, and not what a layer of a kind does.
+
+    The first pass of all has cuBLAS's workspaces allocated, which no later one repeats, so it is stepped.
+    """
+    block = MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
+    block = replace(block, offload_modules=offload, min_offloaded_tensor_size=0)
+    arguments: dict[str, Any] = {"num_layers": 8, "seq_length": 64, "backend": "simulated"}
+    expected, stepped = [], []
+    settings = [replace(block, recompute_num_layers=number) for number in (4, 6, 5)]
+    for each in settings:
+        with Lab("phi-4-tiny", **arguments, replay=False) as lab:
+            expected += [lab.step(each, warm_up=False) for _ in range(2)]
+    with Lab("phi-4-tiny", **arguments) as lab:
+        for place, record in enumerate(expected):
+            require_identical(record, lab.step(settings[place // 2], warm_up=False))
+            model: Any = inside(lab).model
+            stepped.append(8 - model.replay.num_replayed)
+            assert place % 2 == 0 or lab.start_over()
+    assert stepped == num_stepped
+
+
 def _is_not_known(*_: Any) -> Any:
     raise NotReplayableError("the backward is not known")
