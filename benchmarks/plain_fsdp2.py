@@ -560,11 +560,17 @@ def predicted_of(job: Job, layout: Any = None) -> dict[str, int]:
         lab.step(settings_of(job))  # after a warm-up step
         record = lab.step(settings_of(job))
     return {
-        "start": record.static_bytes,
+        "start": record.static_bytes + (0 if layout else _batch_bytes(job)),
         "peak": record.peak_allocated_bytes,
         "reserved": record.peak_reserved_bytes or 0,
         "reserved_at_most": (record.peak_reserved_bytes or 0) + record.late_free_bytes,
     }
+
+
+def _batch_bytes(job: Job) -> int:
+    """Returns what the batch takes, which `take_steps` has from its first step on, and a lab only within each step."""
+    batch = {id(each): each.nbytes for each in inputs_of(job, 2, "meta").values()}
+    return sum(512 * -(-num_bytes // 512) for num_bytes in batch.values())
 
 
 def predict(file: Path) -> int:

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memlab.backends.kernel_temporaries import bytes_of_sum
-from memlab.meter.observers import Answer, ObserveResults, unobserved
+from memlab.backends.cuda_on_cpu import is_on_host
+from memlab.backends.kernel_temporaries import bytes_of_joined_chunks, bytes_of_norms, bytes_of_sum
+from memlab.meter.observers import WATCHED, Answer, ObserveResults, unobserved
 
 _ADD, _SUM = torch.ops.aten.add.Tensor, torch.ops.aten.sum.dim_IntList
+_NORMS = torch.ops.aten._foreach_norm.Scalar
 
 
 class _Active(threading.local):
@@ -34,6 +36,7 @@ _active = _Active()
 def eager_backward() -> Iterator[None]:
     """Has the operations of this thread answered as by `as_autograd`, for the block."""
     _references_of_engine()  # not within a backward
+    WATCHED.add(id(_joined_chunks()))
     outer = _active.depth
     _active.depth = outer + 1
     try:
@@ -57,14 +60,40 @@ def as_autograd(answer: Answer) -> Answer:
     return answered
 
 
-def bytes_beside(func: Any, args: Any, result: torch.Tensor) -> int:
-    """Returns what a kernel of torch allocates beside its result, and frees: a sum over the first dimensions does."""
-    if func is not _SUM or not _active.depth:
+def bytes_beside(func: Any, args: Any, result: Any) -> int:
+    """Returns what a kernel of torch allocates beside its result, and frees.
+
+    Args:
+        func: The operation: a sum over the first dimensions, the norms of many tensors, or FSDP2's copy of gradients
+            to the input of their reduction.
+        args: Its arguments.
+        result: What it has made or written to.
+    """
+    if not _active.depth:
         return 0
+    if func is _NORMS:
+        return 0 if is_on_host(args[0][0]) else bytes_of_norms([each.numel() for each in args[0]])
+    if func is not _SUM:
+        return _bytes_of_joining(args[0], args[2], result)
     tensor, dims = args[0], args[1] or ()
     outputs = result.numel()
     is_of_rows = sorted(each % tensor.dim() for each in dims) == list(range(len(dims))) and 0 < len(dims) < tensor.dim()
     return bytes_of_sum(outputs, tensor.numel() // outputs) if is_of_rows and outputs % 4 == 0 else 0
+
+
+@cache
+def _joined_chunks() -> Any:
+    import torch.distributed.fsdp
+
+    return torch.ops.fsdp.chunk_cat.default
+
+
+def _bytes_of_joining(tensors: list[torch.Tensor], num_chunks: int, result: torch.Tensor) -> int:
+    dtypes = (tensors[0].dtype, result.dtype)
+    if dtypes[0] is not dtypes[1] and dtypes != (torch.bfloat16, torch.float32):
+        return 0  # another kernel
+    sizes = [-(-len(each) // num_chunks) * each[0].numel() * result.element_size() for each in tensors]
+    return bytes_of_joined_chunks(sizes)
 
 
 class _References(NamedTuple):

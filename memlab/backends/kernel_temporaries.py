@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,28 @@ def bytes_of_sum(outputs: int, rows: int) -> int:
     shares = min(-(-all_blocks // blocks), -(-values // _LEAST_VALUES_OF_THREAD))
     shares = max(shares, -(-values // _MOST_VALUES_OF_THREAD))
     return 4 * outputs * shares * width if shares > 1 else 0
+
+
+_VALUES_OF_CHUNK, _BYTES_OF_BLOCK = 65536, 2048
+
+
+def bytes_of_norms(lengths: Sequence[int]) -> int:
+    """Returns what torch's norms of many tensors, such as those of a clipping, allocate beside them.
+
+    Each tensor has as many parts in fp32 as the largest has chunks (``foreach_tensor_norm_cuda`` in
+    ``aten/src/ATen/native/cuda/ForeachReduceOp.cu``; as an H200's, torch 2.11).
+    """
+    return 4 * len(lengths) * -(-max(lengths) // _VALUES_OF_CHUNK)
+
+
+def bytes_of_joined_chunks(sizes: Sequence[int]) -> int:
+    """Returns the tables that torch's ``_chunk_cat`` copies to the device: which tensor each block of threads copies.
+
+    Args:
+        sizes: Bytes of each tensor's chunk in the result (``get_chunk_cat_metadata`` in
+            ``aten/src/ATen/native/cuda/TensorShape.cu``; as an H200's, torch 2.11).
+    """
+    return 8 * (sum(-(-size // _BYTES_OF_BLOCK) for size in sizes) + 6 * len(sizes) + 2)
 
 
 def logsumexp(values: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:

@@ -214,8 +214,8 @@ def _tell_least(scenarios: list[Scenario], limit_bytes: int) -> None:
     num_bytes = bytes_at_update(most)
     verdict = ": no predicted setting fits" if num_bytes > limit_bytes else ""
     print(
-        f"under all settings, parameters, gradients and optimizer state of rank {most.layout.rank} take "
-        f"{format_bytes(num_bytes)} during the update; torch may hold {format_bytes(limit_bytes)}{verdict}",
+        f"under all settings, parameters, gradients and optimizer state of rank {most.layout.rank} take at "
+        f"least {format_bytes(num_bytes)} during the update; torch may hold {format_bytes(limit_bytes)}{verdict}",
         file=sys.stderr,
         flush=True,
     )

@@ -6,6 +6,13 @@ from memlab.config.scenario import Scenario
 
 CUBLAS_WORKSPACE_BYTES = 32 * 1024**2
 """The workspace of one cuBLAS handle on compute capability 9.0 (torch, ``aten/src/ATen/cuda/CublasHandlePool.cpp``)."""
+CUBLASLT_WORKSPACE_BYTES = 1024**2
+"""What torch adds for products with a bias, which cuBLASLt computes, once for each handle that has one.
+
+It is kept for the whole process (``getCUDABlasLtWorkspace`` in the same file, ``isInputCompliesAddmmCudaLt`` in
+``aten/src/ATen/native/cuda/Blas.cpp``, torch 2.11). An H200's allocator showed it: one of Qwen2.5 7B at the first
+product of forward, and one more at that of the first checkpoint.
+"""
 CUBLAS_THREADS = 2
 """Threads that use cuBLAS, each with its own handle: the one that runs forward, and autograd's."""
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from memlab.config.cublas import CUBLAS_WORKSPACE_BYTES
-from memlab.meter.labels import Product, allocated_at_first
+from memlab.config.cublas import CUBLAS_WORKSPACE_BYTES, CUBLASLT_WORKSPACE_BYTES
+from memlab.meter.labels import Product, allocated_at_first, keeping
 
 _PACKAGE = "transformer_engine.pytorch"
 
@@ -30,6 +30,7 @@ Library = Literal["torch", "transformer_engine"]
 LIBRARIES: tuple[Library, ...] = ("torch", "transformer_engine")
 
 _simulated_workspaces: list[torch.Tensor] = []
+_simulated_workspaces_of_biases: dict[Product, torch.Tensor] = {}
 simulated_causal_masks: dict[int, torch.Tensor] = {}
 """What `memlab.engines.attention.unfused_attention` keeps as TE keeps its ``_default_causal_mask``, by length."""
 simulated_unused_gradients: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -61,17 +62,19 @@ def caches() -> Iterator[tuple[str, Any, Callable[[], object]]]:
         state = getattr(manager, "quantization_state", manager)  # an object since 2.15
         buffers = [state.global_amax_buffer, state.global_amax_history_buffer, state.global_scale_buffer]
         yield "Transformer Engine's FP8 scales and maxima", buffers, manager.reset
-    if simulated_causal_masks:
-        yield "simulated causal masks", simulated_causal_masks, simulated_causal_masks.clear
-    if simulated_unused_gradients:
-        yield "simulated unused gradients", simulated_unused_gradients, simulated_unused_gradients.clear
-    if _simulated_workspaces:
-        yield "simulated cuBLAS workspaces", _simulated_workspaces, _simulated_workspaces.clear
+    simulated: dict[str, Any] = {
+        "causal masks": simulated_causal_masks,
+        "unused gradients": simulated_unused_gradients,
+        "cuBLAS workspaces": _simulated_workspaces,
+        "cuBLASLt workspaces": _simulated_workspaces_of_biases,
+    }
+    yield from ((f"simulated {name}", held, held.clear) for name, held in simulated.items() if held)
 
 
 def forget_fake_workspaces() -> None:
-    """Frees what `hold_fake_workspaces` holds."""
+    """Frees what `hold_fake_workspaces` and `hold_workspaces_of_biases` hold."""
     _simulated_workspaces.clear()
+    _simulated_workspaces_of_biases.clear()
 
 
 def forget_causal_masks() -> None:
@@ -150,6 +153,22 @@ def hold_fake_workspaces(
     for library, product, sizes in waiting:
         with allocated_at_first(None if library in before else product):
             _simulated_workspaces.extend(torch.empty(size, dtype=torch.uint8, device=device) for size in sizes)
+
+
+def hold_workspaces_of_biases(**is_called: bool) -> None:
+    """Holds on a simulated GPU what cuBLASLt has for torch's products with a bias, and frees what it does not have.
+
+    Args:
+        is_called: Whether there are such products, on the threads of ``forward`` and of ``backward``.
+    """
+    for thread, is_one in is_called.items():
+        product: Any = f"{thread} with bias"
+        if not is_one:
+            _simulated_workspaces_of_biases.pop(product, None)
+        elif product not in _simulated_workspaces_of_biases:
+            with allocated_at_first(product), keeping("workspace"):
+                workspace = torch.empty(CUBLASLT_WORKSPACE_BYTES, dtype=torch.uint8, device=torch.cuda.current_device())
+            _simulated_workspaces_of_biases[product] = workspace
 
 
 def clear_torch_caches() -> None:

@@ -18,9 +18,9 @@ from memlab.meter.module_tracker import ModuleTracker
 from memlab.meter.stream_order import StreamOrder
 from memlab.vocabulary import CATEGORIES, PHASES, place_in_words
 
-Product = Literal["forward", "backward", "linear", "grouped linear"]
-"""Matrix products that have workspaces of their own: torch's, on the thread of forward and on that of backward, and
-Transformer Engine's, of linears and of grouped ones."""
+Product = Literal["forward", "backward", "forward with bias", "backward with bias", "linear", "grouped linear"]
+"""Matrix products that have workspaces of their own: torch's, on the thread of forward and on that of backward, without
+and with a bias, and Transformer Engine's, of linears and of grouped ones."""
 PRODUCTS: tuple[Product, ...] = get_args(Product)
 
 

@@ -51,7 +51,8 @@ class ObserveResults(EagerMode):
     Args:
         report: Called with an operation's results and arguments when it has returned.
         answer: Returns the results. A dispatch mode of its own would take as long again for each operation.
-        afterwards: Called with each operation of `WATCHED`, its arguments and its result after they have been reported.
+        afterwards: Called with each operation of `WATCHED`, its arguments and what it has made or
+            written to, after they have been reported.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ObserveResults(EagerMode):
         results = self._answer(func, args, kwargs or {})
         self._report(results, args)
         if self._afterwards is not None and id(func) in WATCHED:
-            self._afterwards(func, args, results)
+            self._afterwards(func, args, kwargs["out"] if results is None else results)
         return results
 
 
@@ -80,8 +81,8 @@ PRODUCTS = frozenset(
     for operation in (getattr(torch.ops.aten, name).default, getattr(torch.ops.aten, name).out)
 )
 """By the identity of the operation, because torch computes its hash in Python."""
-WATCHED = PRODUCTS | {id(torch.ops.aten.sum.dim_IntList)}
-"""Operations that do more on a GPU than making a result."""
+WATCHED = {*PRODUCTS, id(torch.ops.aten.sum.dim_IntList), id(torch.ops.aten._foreach_norm.Scalar)}
+"""Operations that do more on a GPU than making a result; a library's that is not imported yet are added later."""
 
 
 @contextmanager

@@ -28,6 +28,8 @@ _BACKWARD = PHASES.index("backward")
 
 _DEVICE = POOLS.index("device")
 
+_WITH_BIAS = torch.ops.aten.addmm.default
+
 
 class StorageMeter:
     """Counts every storage that is made on its thread inside `watching`; see `memlab.meter.protocol.Meter`.
@@ -184,13 +186,17 @@ def simulated_meter(
     labels.on_other_user = lambda tensor: memory.keep_in_graph(storages.allocation_of(tensor))
     repeater = Repeater(labels, log, memory, storages)
 
-    def afterwards(operation: Any, arguments: Any, result: torch.Tensor) -> None:
+    def afterwards(operation: Any, arguments: Any, result: Any) -> None:
         if id(operation) not in PRODUCTS:
             num_bytes = bytes_beside(operation, arguments, result)
             if num_bytes:  # it is freed at once
-                storages.after_operation(torch.empty(num_bytes, dtype=torch.uint8, device=result.device), ())
+                device = (result[0] if isinstance(result, (list, tuple)) else result).device
+                storages.after_operation(torch.empty(num_bytes, dtype=torch.uint8, device=device), ())
         elif labels.on_product is not None and not labels.fused_depth:
-            labels.on_product("backward" if labels.phase == _BACKWARD else "forward")
+            is_backward = labels.phase == _BACKWARD
+            labels.on_product("backward" if is_backward else "forward")
+            if operation is _WITH_BIAS and arguments[0].dim() == 1 and labels.on_product is not None:
+                labels.on_product("backward with bias" if is_backward else "forward with bias")
 
     def observed() -> ObserveResults:
         return ObserveResults(storages.after_operation, answer, afterwards)

@@ -11,6 +11,7 @@ import torch
 from memlab.allocator.caching_allocator import CachingAllocator
 from memlab.allocator.request_log import RequestLog
 from memlab.backends.eager_backward import as_autograd, bytes_beside, eager_backward
+from memlab.engines.fsdp2 import selective_checkpoint
 from memlab.meter.observers import ObserveResults, computed
 from memlab.units import MIB
 
@@ -91,6 +92,20 @@ def logged(num_steps: int) -> RequestLog:
     return log
 
 
+def test_tables_of_a_layer_of_llama_and_parts_of_norms_are_an_h200s() -> None:
+    """Of Llama 3.1 8B on one rank, with eight layers: gradients in bf16 that are reduced in fp32, and the clipping."""
+    hidden, of_keys, inner, vocabulary = 4096, 1024, 14336, 128256
+    matrices = [(hidden, hidden), (of_keys, hidden), (of_keys, hidden), (hidden, hidden)]
+    matrices += [(inner, hidden), (inner, hidden), (hidden, inner)]
+    layer = [torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in (*matrices, (hidden,), (hidden,))]
+    joined = torch.empty(sum(each.numel() for each in layer), device="meta")
+    outside = [torch.empty(vocabulary, hidden, device="meta")] * 2 + [torch.empty(hidden, device="meta")]
+    with eager_backward():
+        assert bytes_beside(torch.ops.fsdp.chunk_cat.default, (layer, 0, 1), joined) == 3_408_448
+        norms = torch.ops.aten._foreach_norm.Scalar
+        assert bytes_beside(norms, (layer * 8 + outside, 2.0), outside) == 2_404_800
+
+
 def test_a_repeated_step_is_as_one_that_was_taken() -> None:
     limits = [MIB * limit for limit in range(130, 340, 2)]
     one, four = logged(1), logged(4)
@@ -99,3 +114,16 @@ def test_a_repeated_step_is_as_one_that_was_taken() -> None:
 
     assert repeated == [four.completes_within(limit) for limit in limits]
     assert repeated != [one.completes_within(limit) for limit in limits]
+
+
+def test_what_a_recomputation_does_not_ask_for_is_kept_with_its_context() -> None:
+    """Recomputation stops at the last product, which an H200 keeps until the layer's backward has ended."""
+    forward, again = selective_checkpoint.contexts(nullcontext())
+    with forward:
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    storage = product.untyped_storage()._cdata
+    references = torch._C._storage_Use_Count(storage)
+    del forward
+    with again:
+        pass
+    assert torch._C._storage_Use_Count(storage) == references

@@ -15,6 +15,7 @@ from memlab.backends import find_backend
 from memlab.backends.simulated import predicting
 from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
+from memlab.fitting.measured_margin import measured_margin
 from memlab.lab.one_process import OneProcess
 from memlab.lab.request import StepRequest
 from memlab.meter.allocations import StorageAllocation
@@ -166,3 +167,10 @@ def test_an_h200_reserved_what_is_between_both_ends(row: dict[str, Any]) -> None
     """
     predicted, (measured,) = predicted_of(Job(**row["job"])), row["ranks"]
     assert 0.975 * predicted["reserved"] < measured["reserved"] < 1.005 * predicted["reserved_at_most"]
+
+
+def test_the_margin_is_that_of_steps_under_fsdp1() -> None:
+    """What is predicted of a rank of two H200s is 1.435 % below what it reserved, also with all that blocks may add."""
+    margin, of_fsdp2 = measured_margin(of({})), measured_margin(of({"fsdp_version": 2}))
+    assert margin.share >= 1 / (1 - 0.01435) - 1
+    assert "FSDP1" in margin.steps and "blocks" in margin.steps and "FSDP1" not in of_fsdp2.steps

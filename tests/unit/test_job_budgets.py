@@ -117,6 +117,16 @@ def test_steps_of_an_agent_have_no_known_number(tmp_path: Path) -> None:
     assert job.micro_batches is None and "so the number of micro-batches depends on the data" in " ".join(job.warnings)
 
 
+@pytest.mark.parametrize(("turns", "expected"), [("generator.max_turns=$TURNS", None), ("", (6, 6))])
+def test_steps_of_an_agent_are_as_many_as_the_job_says(
+    turns: str, expected: tuple[int, int] | None, tmp_path: Path
+) -> None:
+    (tmp_path / "run.sh").write_text(f"{_SKYRL}-1 {_STEPS} {turns}")
+    job = Job.read(tmp_path / "run.sh")
+    assert job.micro_batches == expected
+    assert any("step_wise_trajectories: " in one for one in job.warnings) is (not expected)
+
+
 @pytest.mark.parametrize(("kind", "expected"), [("sequence_packing", (1, 4)), ("dynamic_batching", (1, 4))])
 def test_a_job_of_nemo_rl_says_it_too(kind: str, expected: tuple[int, int], tmp_path: Path) -> None:
     other = {"sequence_packing": "dynamic_batching"}.get(kind, "sequence_packing")

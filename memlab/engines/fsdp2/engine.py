@@ -149,6 +149,7 @@ class Fsdp2Engine:
         parts = CHECKPOINTED if has_parts and not spreads_experts else ()
         function = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
         of_tower = trained_layers(self.live.inner) if has_tower else []
+        repeats_biases = False
         for number, layer in enumerate([*self.layers, *of_tower]):
             is_one = is_full and (of_block is None or number < of_block)
             is_one = is_one and (number + 1) % (settings.checkpoint_every or 1) == 0
@@ -159,6 +160,12 @@ class Fsdp2Engine:
                 module.__dict__.pop("forward", None)
                 if is_one and (module is layer) == is_inside:
                     module.forward = partial(function, module.forward)
+            repeats_biases = repeats_biases or (
+                is_one and not is_selective and _has_biases(layer)
+            )  # those keep products
+        if self._place.kind.is_prediction and self._place.kind.has_allocator:
+            of_model = _has_biases(self.live.module)
+            transformer_engine_caches.hold_workspaces_of_biases(forward=of_model, backward=repeats_biases)
 
     def set_state(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -277,6 +284,12 @@ class Fsdp2Engine:
 
     def _selective_contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return selective_checkpoint.contexts(self._contexts()[1])
+
+
+def _has_biases(module: torch.nn.Module) -> bool:
+    """Whether torch multiplies with a matrix and adds a bias."""
+    linears = (each for each in module.modules() if isinstance(each, torch.nn.Linear))
+    return any(getattr(each, "bias", None) is not None for each in linears)
 
 
 _NO_BUFFERS = "engine is 'fsdp2', which has no buffers of gradients as Megatron's DDP has: choose engine 'megatron'"

@@ -6,9 +6,10 @@ NeMo Automodel calls them ``selective`` (``components/distributed/activation_che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from functools import cache
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -83,15 +84,27 @@ def _keeping(
         return CheckpointPolicy.MUST_SAVE if is_kept(context, operation, args) else CheckpointPolicy.PREFER_RECOMPUTE
 
     forward, again = create_selective_checkpoint_contexts(policy)
-    return forward, _both(recompute, again)
+    return forward, _Both(recompute, again)
 
 
-@contextmanager
-def _both(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
+class _Both(AbstractContextManager[None]):
+    """Enters contexts, and refers to them when they have ended.
+
+    What is kept and not asked for, because the recomputation stops at the last product, lives until the layer's
+    backward ends: torch refers to the context so long (an H200's allocator shows it, torch 2.11).
+    """
+
+    def __init__(self, *contexts: AbstractContextManager[Any]) -> None:
+        self._contexts, self._stack = contexts, ExitStack()
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            self._stack.enter_context(context)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return self._stack.__exit__(kind, error, trace)
 
 
 def as_one_operation(

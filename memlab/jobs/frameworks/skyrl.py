@@ -205,8 +205,12 @@ def note_steps(reading: Reading) -> None:
         return
     number, predicted = "the number of micro-batches", reading.values["num_microbatches"]
     is_of_budget, reading.micro_batches = reading.micro_batches is not None, None
-    if not _is_of_harbor(reading) and is_whole_number(turns) and not is_of_budget:
+    entry = reading.entries.by_key.get("generator.max_turns")
+    is_known = is_whole_number(turns) and not (entry is not None and entry.is_unknown)
+    if is_known and not _is_of_harbor(reading) and not is_of_budget:
         reading.micro_batches = (predicted, predicted * turns)
+        if turns == 1:
+            return
         number += f", {predicted} to {predicted * turns} in a step,"
     reading.warnings.append(
         f"{steps}: each step of an answer is a sequence, so {number} depends on the data; memlab predicts one sequence "

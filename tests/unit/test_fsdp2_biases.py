@@ -1,0 +1,43 @@
+"""What cuBLASLt keeps for torch's products with a bias, against allocators of H200s."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.plain_fsdp2 import Job, predicted_of
+from memlab import Lab, MemorySettings
+
+pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
+pytestmark = pytest.mark.versions
+FILE = Path(__file__).parents[2] / "labs" / "results" / "h200_plain_fsdp_combined.jsonl"
+ROWS = {row["name"]: row for row in map(json.loads, FILE.read_text(encoding="utf-8").splitlines())}
+FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+SELECTIVE = MemorySettings(
+    recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, selective_ac=True
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model=glm-4-9b num_layers=8 seq_length=4096 num_ranks=8 one_process",
+        "model=glm-4-9b num_layers=8 seq_length=8192 num_ranks=8 checkpointing one_process fp32_sharded_params",
+    ],
+)
+def test_between_steps_and_reserved_is_what_an_h200_had_to_the_byte(name: str) -> None:
+    (measured,), predicted = ROWS[name]["ranks"], predicted_of(Job(**ROWS[name]["job"]))
+    assert (predicted["start"], predicted["reserved"]) == (measured["start"], measured["reserved"])
+
+
+@pytest.mark.parametrize(("model", "has_biases"), [("qwen2.5-tiny", True), ("qwen3-dense-tiny", False)])
+def test_each_thread_that_adds_biases_has_a_mebibyte(model: str, has_biases: bool) -> None:
+    """Forward has one; backward has another under checkpoints, but for those that keep the products with a bias."""
+    kept = []
+    with Lab(model, seq_length=64, dtype="bf16", engine="fsdp2", backend="simulated") as lab:
+        for settings in (MemorySettings(), FULL, SELECTIVE, MemorySettings()):
+            lab.step(settings)
+            kept.append(lab.step(settings).static_bytes)
+    assert [each - kept[0] for each in kept] == [0, has_biases * 2**20, 0, 0]
