@@ -209,7 +209,12 @@ def test_what_equal_layers_did_is_known_after_starting_over(
 
 def test_a_kernel_that_some_layers_have_is_timed_in_the_first_of_them() -> None:
     """Under block recompute of three layers, layer 1 times it, and layer 3 is as layer 1 under that of one layer."""
-    sizes = {"num_layers": 6, "linear_attention_freq": (0, 1) * 3, "num_moe_experts": None, "moe_router_topk": 0}
+    sizes: dict[str, Any] = {
+        "num_layers": 6,
+        "linear_attention_freq": (0, 1) * 3,
+        "num_moe_experts": None,
+        "moe_router_topk": 0,
+    }
     shared: dict[str, Any] = {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
     some = replace(find_architecture("qwen3-next-tiny"), **sizes, **shared, moe_ffn_hidden_size=0, moe_aux_loss_coeff=0)
     block = MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
