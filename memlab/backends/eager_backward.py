@@ -92,7 +92,7 @@ def _bytes_of_joining(tensors: list[torch.Tensor], num_chunks: int, result: torc
     dtypes = (tensors[0].dtype, result.dtype)
     if dtypes[0] is not dtypes[1] and dtypes != (torch.bfloat16, torch.float32):
         return 0  # another kernel
-    sizes = [-(-len(each) // num_chunks) * each[0].numel() * result.element_size() for each in tensors]
+    sizes = [-(-each.shape[0] // num_chunks) * each.shape[1:].numel() * result.element_size() for each in tensors]
     return bytes_of_joined_chunks(sizes)
 
 

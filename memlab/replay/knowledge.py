@@ -81,8 +81,10 @@ class Knowledge:
     def start_over(self) -> None:
         """Says that the model is about to start over."""
         # Of one step, it is not known what a second one would repeat. Of MoE layers, whose token dispatchers keep parts
-        # of passes, one of 13 random sequences left 512 bytes more than in a new model.
+        # of passes, one of 13 random sequences left 512 bytes more than in a new model. Where only some layers have a
+        # kernel that is timed, the first of them may be at a place where an earlier model has timed it already.
         is_unsure = self._has_forgotten or self._num_steps == 1 or self.step.is_moe
+        is_unsure |= len(set(self.retention.units.kinds_of_layers)) > 1
         if is_unsure or len(self._known) > _MOST_KNOWN:
             self.forget()
         self._num_steps, self._has_forgotten = 0, False

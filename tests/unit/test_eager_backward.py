@@ -102,6 +102,8 @@ def test_tables_of_a_layer_of_llama_and_parts_of_norms_are_an_h200s() -> None:
     outside = [torch.empty(vocabulary, hidden, device="meta")] * 2 + [torch.empty(hidden, device="meta")]
     with eager_backward():
         assert bytes_beside(torch.ops.fsdp.chunk_cat.default, (layer, 0, 1), joined) == 3_408_448
+        none = torch.empty(0, hidden, device="meta", dtype=torch.bfloat16)
+        assert bytes_beside(torch.ops.fsdp.chunk_cat.default, ([none], 0, 1), none) == 8 * (6 + 2)
         norms = torch.ops.aten._foreach_norm.Scalar
         assert bytes_beside(norms, (layer * 8 + outside, 2.0), outside) == 2_404_800
 

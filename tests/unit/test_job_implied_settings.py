@@ -764,6 +764,17 @@ def test_what_megatron_lm_refuses_and_memlab_predicts_is_named(tmp_path: Path, r
     assert not any("refuses" in text for text in read(tmp_path, accepted).warnings)
 
 
+def test_verl_has_no_sequence_parallelism_on_one_rank(tmp_path: Path) -> None:
+    start, _ = _NAMED["verl"]
+    section = "actor_rollout_ref.actor.megatron"
+    keys = ("recompute_granularity=full", "recompute_method=uniform", "recompute_num_layers=1")
+    keys = (*keys, "distribute_saved_activations=True")
+    flags = " ".join(["trainer.n_gpus_per_node=8", *(f"{section}.override_transformer_config.{key}" for key in keys)])
+    assert read(tmp_path, flags, start).cannot_start is None
+    split = f"{flags} {section}.tensor_model_parallel_size=2"
+    assert "with sequence parallelism" in str(read(tmp_path, split, start).cannot_start)
+
+
 _BRIDGE = """model: {num_layers: 4, hidden_size: 1024, num_attention_heads: 16, ffn_hidden_size: 4096, vocab_size: 32000,
   seq_length: 4096, bf16: true, params_dtype: torch.bfloat16}
 ddp: {grad_reduce_in_fp32: true}

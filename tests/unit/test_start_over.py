@@ -9,6 +9,7 @@ import pytest
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.config.allocator_settings import AllocatorSettings
+from memlab.config.architectures import find_architecture
 from memlab.config.scenario import Scenario
 from memlab.lab import search_steps
 from memlab.lab.search_steps import stepping
@@ -204,6 +205,26 @@ def test_what_equal_layers_did_is_known_after_starting_over(
             stepped.append(8 - model.replay.num_replayed)
             assert place % 2 == 0 or lab.start_over()
     assert stepped == num_stepped
+
+
+def test_a_kernel_that_some_layers_have_is_timed_in_the_first_of_them() -> None:
+    """Under block recompute of three layers, layer 1 times it, and layer 3 is as layer 1 under that of one layer."""
+    sizes: dict[str, Any] = {
+        "num_layers": 6,
+        "linear_attention_freq": (0, 1) * 3,
+        "num_moe_experts": None,
+        "moe_router_topk": 0,
+    }
+    shared: dict[str, Any] = {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
+    some = replace(find_architecture("qwen3-next-tiny"), **sizes, **shared, moe_ffn_hidden_size=0, moe_aux_loss_coeff=0)
+    block = MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
+    settings = [replace(block, recompute_num_layers=number) for number in (3, 1)]
+    with Lab(some, seq_length=32, backend="simulated", replay=False) as lab:
+        expected = lab.step(settings[1], warm_up=False)
+    with Lab(some, seq_length=32, backend="simulated") as lab:
+        lab.step(settings[0])
+        assert lab.start_over()
+        require_identical(expected, lab.step(settings[1], warm_up=False))
 
 
 def _is_not_known(*_: Any) -> Any:

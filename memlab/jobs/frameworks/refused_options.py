@@ -50,6 +50,7 @@ _OF_CORE: tuple[_Rule, ...] = (
             _is_on(job, "distribute_saved_activations")
             and job.values.get("recompute_granularity")
             and job.values.get("sequence_parallel")
+            and _ranks(job, "tensor_model") > 1  # verl switches it off on one rank
         ),
         *("distribute_saved_activations with sequence parallelism", _ONE_OF_TWO, "sequence_parallel"),
     ),
