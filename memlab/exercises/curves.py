@@ -24,8 +24,8 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
     the third step, late or in two steps, or takes little more than 1 %, a retention lies under peaks that vary, one
     step alone has a residual, growth comes with a retention, a start rises and falls back, or falls, or falls a little
     at the end, a rise ends one step before the last, a retention takes less than 1 % of the start,
-    most steps have a residual, the residual varies, a leak slows down to just above 5 % of its rise, and caches for new
-    lengths lift the start of a spike by less than 1 %, or that of growth in the last step.
+    most steps have a residual, the residual varies, a leak slows down to just above 5 % of its rise, caches for new
+    lengths lift the start of a spike by less than 1 %, or that of growth in the last step, and nothing happens at all.
     """
     flat = [60.0] * 8
     varying = [21.0, 44.0, 30.0, 25.0, 61.0, 22.0, 38.0, 29.0]
@@ -55,6 +55,7 @@ def unseen_curves() -> list[tuple[str, list[Curve]]]:
         ("spike", _steps([20.0] * 8, varying, [1.5, 1.5, 0.0, 1.5, 1.5, 0.0, 1.5, 1.5])),
         ("retention", _steps([30.0] * 8, varying, [0.5, 1.5, 0.75, 0.25, 2.0, 0.5, 1.0, 0.75])),
         ("leak", _steps([40.0, 42.0, 44.0, 46.0, 47.0, 48.0, 49.0, 49.6], flat)),
+        ("spike", _steps([60.0] * 8, [62.0] * 8)),
     ]
 
 
