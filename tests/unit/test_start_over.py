@@ -17,6 +17,7 @@ from memlab.replay.passes import NotReplayableError
 from memlab.replay.replayer import Replayer
 from tests.unit.inside import inside
 from tests.unit.live import FULL
+from tests.unit.of_old_core import skip_if_newer_core_changed
 from tests.unit.replayed import Case, require_identical, take_anew
 
 PLAIN = MemorySettings()
@@ -217,6 +218,7 @@ def test_a_kernel_that_some_layers_have_is_timed_in_the_first_of_them() -> None:
     }
     shared: dict[str, Any] = {"moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False}
     some = replace(find_architecture("qwen3-next-tiny"), **sizes, **shared, moe_ffn_hidden_size=0, moe_aux_loss_coeff=0)
+    skip_if_newer_core_changed(some)
     block = MemorySettings(recompute_granularity="full", recompute_method="block", recompute_num_layers=3)
     settings = [replace(block, recompute_num_layers=number) for number in (3, 1)]
     with Lab(some, seq_length=32, backend="simulated", replay=False) as lab:
