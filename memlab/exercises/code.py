@@ -32,7 +32,7 @@ _RULES = {
     "leak": "a leak: its rise counts, and the last start exceeds the one before by 5 % of the rise or more",
     "growth": "growth: its rise counts, and the last start exceeds the one before by less than 5 % of the rise",
     "retention": "retention: its rise is below 1 % of the first start, and every step has a residual",
-    "spike": "a spike: its rise is below 1 % of the first start, and one step has no residual",
+    "spike": "a spike: its rise is below 1 % of the first start, and at least one step has no residual",
 }
 """What makes a run what it is."""
 _OF_LOAD = (
