@@ -211,20 +211,18 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "actor_rollout_ref.model.use_remove_padding")
-        take_rows(
-            reading,
-            f"{_ACTOR}.ppo_max_token_len_per_gpu",
-            tokens,
-            longest,
-            sequences,
-            counted=by_tokens,
-            is_refused=True,
-        )
+        take_rows_of_budget(reading, tokens, longest, sequences)
         return
     if values.get("micro_batch_size") is None:
         reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")
     key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu" if removes_padding else None
     take_sequences(reading, longest, sequences, packed_by=key)
+
+
+def take_rows_of_budget(reading: Reading, tokens: int, longest: int | None, sequences: int | None) -> None:
+    """Takes the micro-batches of the actor, which verl fills up to a budget; see `take_rows`."""
+    key = f"{_ACTOR}.ppo_max_token_len_per_gpu"
+    take_rows(reading, key, tokens, longest, sequences, counted=by_tokens, is_refused=True)
 
 
 def copies_of_bucket(reading: Reading) -> int:

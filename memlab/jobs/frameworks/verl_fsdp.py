@@ -12,7 +12,6 @@ from typing import Any
 from memlab.config.rollout import ReferencePass
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.budgets import by_tokens
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
@@ -54,7 +53,6 @@ from memlab.jobs.frameworks.reinforcement import (
     refuse_program,
     sequences_of_a_step,
     take_rollout,
-    take_rows,
     take_sequences,
 )
 from memlab.jobs.frameworks.verl import (
@@ -69,6 +67,7 @@ from memlab.jobs.frameworks.verl import (
     rows_of_passes,
     skip_passes,
     take_allocator,
+    take_rows_of_budget,
 )
 from memlab.jobs.frameworks.verl_checkout import FP32_SINCE, RELEASE, version_around
 
@@ -430,15 +429,7 @@ def _take_rows(reading: Reading) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, removes_padding = values.pop("tokens_per_rank"), values.pop("removes_padding")
     if values.pop("is_dynamic"):
-        take_rows(
-            reading,
-            f"{_ACTOR}.ppo_max_token_len_per_gpu",
-            tokens,
-            longest,
-            sequences,
-            counted=by_tokens,
-            is_refused=True,
-        )
+        take_rows_of_budget(reading, tokens, longest, sequences)
     else:
         key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
         if values.get("micro_batch_size") is None:
