@@ -5,9 +5,10 @@
     python -m benchmarks.plain_fsdp2_pipeline predict FOLDER/steps.jsonl        anywhere
     python -m benchmarks.plain_fsdp2_pipeline predict-jobs FILE                 before a measurement
 
-The stages are torch's own (`torch.distributed.pipelining`); between two processes, torch finds the shapes that they
-send by itself, in the first step. A job of more ranks than GPUs is taken for one of its ranks, with torch's ``fake``
-process group in the place of the others.
+The stages are torch's own (`torch.distributed.pipelining`). They are told the shapes that they send, as by NeMo
+Automodel; with `PipelineJob.finds_shapes`, torch finds them in the first step, by a forward pass of each stage whose
+blocks the allocator keeps. A job of more ranks than GPUs is taken for one of its ranks, with torch's ``fake`` process
+group in the place of the others.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class PipelineJob(Job):
     """The rank that is taken of a job with the ``fake`` process group."""
     schedule_runs: int = 1
     return_outputs: bool = True
+    finds_shapes: bool = False
 
     @property
     def layers_of_parts(self) -> list[int]:
@@ -89,7 +91,7 @@ def jobs() -> list[PipelineJob]:
         replace(phi, num_ranks=8, num_layers=16, stages=4, checkpointing=True, num_microbatches=8),
     ]
     alone = [replace(job, rank=rank) for job in eight for rank in (0, 8 - 8 // job.stages)]
-    return of_two + alone
+    return of_two + alone + [replace(job, finds_shapes=True) for job in of_two]
 
 
 def stages_of(job: PipelineJob, rank: int, *, on_gpu: bool) -> list[Any]:
@@ -129,7 +131,7 @@ def stages_of(job: PipelineJob, rank: int, *, on_gpu: bool) -> list[Any]:
             parameter.to_local().detach().normal_(0, 0.02)
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(kind)
         options: dict[str, Any] = {}
-        if job.rank is not None:
+        if not job.finds_shapes:
             rows, config = (job.micro_batch_size, job.seq_length), model.config
             widths = (config.hidden_size, config.vocab_size)
             hidden, logits = (torch.empty(*rows, width, dtype=torch.bfloat16, device="meta") for width in widths)
