@@ -7,8 +7,9 @@
 
 The stages are torch's own (`torch.distributed.pipelining`). They are told the shapes that they send, as by NeMo
 Automodel; with `PipelineJob.finds_shapes`, torch finds them in the first step, by a forward pass of each stage whose
-blocks the allocator keeps. A job of more ranks than GPUs is taken for one of its ranks, with torch's ``fake`` process
-group in the place of the others.
+blocks the allocator keeps. In each pass of a stage transformers asks the device whether rows are packed, and waits for
+it; with `PipelineJob.keeps_masks` no pass waits, as with NeMo Automodel, which makes each stage's mask once. A job of
+more ranks than GPUs is taken for one of its ranks, with torch's ``fake`` process group in the place of the others.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 
 from benchmarks.forked_jobs import GIB, NoMemory, about_gpu, prepare
 from benchmarks.forked_jobs import measure as measure_jobs
-from benchmarks.plain_fsdp2 import Job, compared, model_of, optimizer_of, predicted_of, print_summary
+from benchmarks.plain_fsdp2 import MODELS, Job, compared, model_of, optimizer_of, predicted_of, print_summary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +44,7 @@ class PipelineJob(Job):
     schedule_runs: int = 1
     return_outputs: bool = True
     finds_shapes: bool = False
+    keeps_masks: bool = False
 
     @property
     def layers_of_parts(self) -> list[int]:
@@ -91,7 +93,24 @@ def jobs() -> list[PipelineJob]:
         replace(phi, num_ranks=8, num_layers=16, stages=4, checkpointing=True, num_microbatches=8),
     ]
     alone = [replace(job, rank=rank) for job in eight for rank in (0, 8 - 8 // job.stages)]
-    return of_two + alone + [replace(job, finds_shapes=True) for job in of_two]
+    kept = [replace(job, keeps_masks=True) for job in of_two + _later_jobs()]
+    return of_two + alone + [replace(job, finds_shapes=True) for job in of_two] + _later_jobs() + kept
+
+
+def _later_jobs() -> list[PipelineJob]:
+    """Returns jobs that were predicted by the code to which the others had led."""
+    llama = PipelineJob(model="llama-3.1-8b", num_layers=8)
+    moe = replace(llama, model="qwen3-30b-a3b", num_layers=4)
+    return [
+        moe,
+        replace(llama, model="phi-4", num_layers=10, seq_length=4096, chunks=2, checkpointing=True),
+        replace(llama, model="qwen3-8b", num_layers=12, chunks=3, adam_implementation="fused"),
+        replace(llama, model="mistral-7b-v0.3", num_layers=9, seq_length=8192, num_microbatches=8, checkpointing=True),
+        replace(llama, model="qwen2.5-7b", seq_length=4096, num_microbatches=6, fp32_sharded_params=True),
+        replace(llama, num_layers=6, chunks=2, micro_batch_size=2, return_outputs=False, reshard_after_forward="all"),
+        replace(moe, num_layers=6, seq_length=4096, chunks=2, checkpointing=True, adam_implementation="fused"),
+        replace(llama, model="phi-4", num_microbatches=12, schedule_runs=3, grad_reduce_in_bf16=True),
+    ]
 
 
 def stages_of(job: PipelineJob, rank: int, *, on_gpu: bool) -> list[Any]:
@@ -174,6 +193,10 @@ def take_steps(job: PipelineJob, rank: int, shared: str, *, on_gpu: bool, num_st
     memory: Any = torch.cuda if on_gpu else NoMemory()
     memory.set_device(rank if job.rank is None else 0)
     rank = join(job, rank, shared, on_gpu=on_gpu)
+    if job.keeps_masks:
+        from transformers import masking_utils
+
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
     stages = stages_of(job, rank, on_gpu=on_gpu)
     optimizers = [optimizer_of(job, stage.submod) for stage in stages]
     config = stages[0].submod.config
@@ -237,7 +260,7 @@ def _without_votes(schedule: Any) -> None:
 
 def measure(folder: Path, only: str, seconds: float) -> int:
     """Takes the jobs; returns how many failed."""
-    num_gpus = prepare(("llama", "qwen3", "qwen2", "phi3", "mistral"))
+    num_gpus = prepare({MODELS[job.model][0] for job in jobs()})
     wanted = [job for job in jobs() if re.search(only, job.name)]
     rehearsed = wanted if num_gpus else [replace(job, seq_length=64) for job in wanted]
     return measure_jobs(rehearsed, take_steps, folder, seconds)

@@ -50,6 +50,10 @@ class CachingMemory:
         self._kept_in_graph: set[int] = set()
         """Identities of allocations whose blocks are freed only when the capture ends."""
         self._waiting_blocks: list[int] = []
+        self._sent: set[int] = set()
+        """Identities of allocations that were sent to another rank."""
+        self._sent_blocks: list[int] = []
+        """Blocks of such allocations that were freed since the process has last waited for the device."""
         self._pinned = PinnedMemory()
         self._limit_bytes: int | None = None
         self._requests: RequestLog | None = None
@@ -81,7 +85,9 @@ class CachingMemory:
     def require(self, num_bytes: int) -> None:
         limit_bytes, stream = self._limit_bytes, self._labels.stream
         if limit_bytes is not None and num_bytes and not self.allocator.makes_space(num_bytes, limit_bytes, stream):
-            self.refuse(num_bytes, stream)
+            self.free_sent()  # at a limit, torch waits for all streams before it gives up
+            if not self.allocator.makes_space(num_bytes, limit_bytes, stream):
+                self.refuse(num_bytes, stream)
 
     def refuse(self, num_bytes: int, stream: int) -> NoReturn:
         """Raises `torch.OutOfMemoryError` for a request for which the allocator has not found space."""
@@ -146,6 +152,10 @@ class CachingMemory:
             if id(allocation) in self._kept_in_graph:
                 self._kept_in_graph.remove(id(allocation))
                 self._waiting_blocks.append(allocation.block)
+            elif id(allocation) in self._sent:
+                self._sent.remove(id(allocation))
+                self._sent_blocks.append(allocation.block)
+                self.is_special = True
             else:
                 self.allocator.free(allocation.block)
         self.forget(allocation)
@@ -232,6 +242,8 @@ class CachingMemory:
         if now is None or any(each.pinned_bytes for each in live):
             return False
         self._late = None
+        self._sent.clear()
+        self._sent_blocks.clear()
         self.allocator, self._pinned = remembered.allocator.copy(), PinnedMemory()
         if self._requests is not None:
             self._requests.begin(self.allocator)
@@ -260,6 +272,7 @@ class CachingMemory:
 
     def _empty_cache(self) -> None:
         self.is_special = True
+        self.free_sent()
         self.allocator.empty_cache()
         if self._late is not None:
             self._late.empty_cache()
@@ -288,6 +301,17 @@ class CachingMemory:
         allocation.other_streams |= {stream}
         if self._late is None and self._limit_bytes is None:
             self._late = LateFrees(self.allocator, self._labels.stream_order)
+
+    def note_sent(self, allocation: StorageAllocation | None) -> None:
+        """Lets the block of a storage, once it is freed, be used again only after `free_sent`."""
+        if allocation is not None and allocation.block != NO_BLOCK:
+            self._sent.add(id(allocation))
+
+    def free_sent(self) -> None:
+        """Frees what waited for the streams that send, since the process has waited for all streams."""
+        for block in self._sent_blocks:
+            self.allocator.free(block)
+        self._sent_blocks.clear()
 
     def keep_in_graph(self, allocation: StorageAllocation | None) -> None:
         """Lets the block of a storage be used again only when the graph that is captured now is complete."""

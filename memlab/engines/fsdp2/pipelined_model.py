@@ -23,7 +23,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.engines.fsdp2.sharded_model import DTYPES, ShardedModel
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
-from memlab.meter.labels import Labels, keeping
+from memlab.meter.labels import Labels, keeping, sent_to_another_rank, stream_order
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes logits [batch, sequence, vocabulary] and tokens int64 [batch, sequence]."""
@@ -120,6 +120,9 @@ class PipelinedModel(ShardedModel):
                 part.model.embed_tokens = embedding
             if number == num_stages - 1:
                 part.model.norm, part.lm_head = norm, output
+            # Where rows may be packed, transformers asks the device about their positions before it makes the angles
+            # (``find_packed_sequence_indices`` in masking_utils.py, 5.24), and so waits for it.
+            part.model.rotary_emb.register_forward_pre_hook(lambda *_: stream_order().synchronize())
             part.forward = partial(_forward, part, "input_ids" if number == 0 else "inputs_embeds")
             parts.append(part)
         return parts
@@ -171,6 +174,14 @@ class _Stage(PipelineStage):
         self._prepare_forward_infra(num_microbatches, (), None, **options)
         self._prepare_backward_infra(num_microbatches)
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Returns what sends the hidden states of a micro-batch."""
+        return _noted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Returns what sends the gradients of a micro-batch."""
+        return _noted(super().get_bwd_send_ops(bwd_chunk_id))
+
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward pass of a micro-batch."""
         self.microbatches.before_forward()
@@ -183,6 +194,12 @@ class _Stage(PipelineStage):
         self.labels.enter_phase("backward")
         super().backward_one_chunk(*args, **kwargs)
         self.labels.passes_in_flight -= 1
+
+
+def _noted(sends: list[Any]) -> list[Any]:
+    for send in sends:
+        sent_to_another_rank(send.tensor)
+    return sends
 
 
 class _OptimizersOfStages:
