@@ -47,13 +47,11 @@ class CachingMemory:
         self._late: LateFrees | None = None
         """From the first block on that another stream uses, where there is no limit: at one, torch waits for all
         streams before it gives up (``synchronize_and_free_events`` in c10/cuda/CUDACachingAllocator.cpp, 2.11)."""
-        self._kept_in_graph: set[int] = set()
-        """Identities of allocations whose blocks are freed only when the capture ends."""
+        self._is_capturing = False
+        self._used_elsewhere: set[int] = set()
+        """Identities of allocations that another stream uses (`memlab.meter.labels.used_by_another_stream`)."""
         self._waiting_blocks: list[int] = []
-        self._sent: set[int] = set()
-        """Identities of allocations that were sent to another rank."""
-        self._sent_blocks: list[int] = []
-        """Blocks of such allocations that were freed since the process has last waited for the device."""
+        """Those of such allocations that were freed, until `free_waiting`."""
         self._pinned = PinnedMemory()
         self._limit_bytes: int | None = None
         self._requests: RequestLog | None = None
@@ -85,7 +83,7 @@ class CachingMemory:
     def require(self, num_bytes: int) -> None:
         limit_bytes, stream = self._limit_bytes, self._labels.stream
         if limit_bytes is not None and num_bytes and not self.allocator.makes_space(num_bytes, limit_bytes, stream):
-            self.free_sent()  # at a limit, torch waits for all streams before it gives up
+            self.free_waiting()  # at a limit, torch waits for all streams before it gives up
             if not self.allocator.makes_space(num_bytes, limit_bytes, stream):
                 self.refuse(num_bytes, stream)
 
@@ -149,12 +147,9 @@ class CachingMemory:
             self.gathers.freed(allocation)
             if self._late is not None:
                 self._late.give_back(allocation.block, allocation.other_streams)
-            if id(allocation) in self._kept_in_graph:
-                self._kept_in_graph.remove(id(allocation))
+            if id(allocation) in self._used_elsewhere:
+                self._used_elsewhere.remove(id(allocation))
                 self._waiting_blocks.append(allocation.block)
-            elif id(allocation) in self._sent:
-                self._sent.remove(id(allocation))
-                self._sent_blocks.append(allocation.block)
                 self.is_special = True
             else:
                 self.allocator.free(allocation.block)
@@ -242,8 +237,8 @@ class CachingMemory:
         if now is None or any(each.pinned_bytes for each in live):
             return False
         self._late = None
-        self._sent.clear()
-        self._sent_blocks.clear()
+        self._used_elsewhere.clear()
+        self._waiting_blocks.clear()
         self.allocator, self._pinned = remembered.allocator.copy(), PinnedMemory()
         if self._requests is not None:
             self._requests.begin(self.allocator)
@@ -272,7 +267,7 @@ class CachingMemory:
 
     def _empty_cache(self) -> None:
         self.is_special = True
-        self.free_sent()
+        self.free_waiting()
         self.allocator.empty_cache()
         if self._late is not None:
             self._late.empty_cache()
@@ -284,13 +279,13 @@ class CachingMemory:
         self.allocator = python = self.allocator.in_python()
         python.exchange_pools(of_same_graph=pool is not None)
         self._update_reserved()
+        self._is_capturing = True
         try:
             yield
         finally:
-            for block in self._waiting_blocks:
-                self.allocator.free(block)
-            self._kept_in_graph.clear()
-            self._waiting_blocks.clear()
+            self._is_capturing = False
+            self.free_waiting()
+            self._used_elsewhere.clear()
             python.exchange_pools()
             self.is_special = True
 
@@ -302,21 +297,17 @@ class CachingMemory:
         if self._late is None and self._limit_bytes is None:
             self._late = LateFrees(self.allocator, self._labels.stream_order)
 
-    def note_sent(self, allocation: StorageAllocation | None) -> None:
-        """Lets the block of a storage, once it is freed, be used again only after `free_sent`."""
+    def note_other_user(self, allocation: StorageAllocation | None) -> None:
+        """Lets the block of a storage that another stream uses be used again only after `free_waiting`."""
         if allocation is not None and allocation.block != NO_BLOCK:
-            self._sent.add(id(allocation))
+            self._used_elsewhere.add(id(allocation))
 
-    def free_sent(self) -> None:
-        """Frees what waited for the streams that send, since the process has waited for all streams."""
-        for block in self._sent_blocks:
-            self.allocator.free(block)
-        self._sent_blocks.clear()
-
-    def keep_in_graph(self, allocation: StorageAllocation | None) -> None:
-        """Lets the block of a storage be used again only when the graph that is captured now is complete."""
-        if allocation is not None and allocation.block != NO_BLOCK:
-            self._kept_in_graph.add(id(allocation))
+    def free_waiting(self) -> None:
+        """Frees the blocks that wait for other streams, unless a graph is being captured."""
+        if not self._is_capturing:
+            for block in self._waiting_blocks:
+                self.allocator.free(block)
+            self._waiting_blocks.clear()
 
     def _update_reserved(self) -> None:
         delta = self.allocator.reserved_bytes - self.reserved.num_bytes

@@ -72,8 +72,6 @@ class Labels:
         """Called with the tensors that `used_by_another_stream` reports."""
         self.on_record_stream: Callable[[torch.Tensor, int], None] | None = None
         """Called with the tensors and streams that `record_stream` reports."""
-        self.on_sent: Callable[[torch.Tensor], None] | None = None
-        """Called with the tensors that `sent_to_another_rank` reports."""
         self.is_followed: Callable[[torch.Tensor], bool] = lambda tensor: False
         """Whether the meter has nothing to learn from a view of a tensor."""
         self.on_change: Callable[[], None] | None = None
@@ -357,7 +355,12 @@ def kept_by_collective(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def used_by_another_stream(tensor: torch.Tensor) -> None:
-    """Reports a tensor that another stream uses too, while a CUDA graph is captured."""
+    """Reports a tensor that another stream uses too, so that its memory is not free as soon as the tensor is.
+
+    It is free when the CUDA graph is complete that is captured now; without one, when the process has waited for the
+    device. NCCL's stream uses each tensor that is sent to another rank (``ProcessGroupNCCL::pointToPoint`` in
+    torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, torch 2.11, records it).
+    """
     labels = _active()
     if labels is not None and labels.on_other_user is not None:
         labels.on_other_user(tensor)
@@ -368,17 +371,6 @@ def record_stream(tensor: torch.Tensor, stream: int) -> None:
     labels = _active()
     if labels is not None and labels.on_record_stream is not None:
         labels.on_record_stream(tensor, stream)
-
-
-def sent_to_another_rank(tensor: torch.Tensor) -> None:
-    """Reports a tensor that is sent: once freed, its memory is free again when the process has waited for the device.
-
-    NCCL's stream uses it, and torch records that stream for each tensor that is sent or received
-    (``ProcessGroupNCCL::pointToPoint`` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, torch 2.11).
-    """
-    labels = _active()
-    if labels is not None and labels.on_sent is not None:
-        labels.on_sent(tensor)
 
 
 def stream_order() -> StreamOrder:

@@ -224,4 +224,3 @@ def test_a_stage_reserves_what_it_reserved_on_an_h200(name: str, rank: int) -> N
     assert found["start"] == measured["start"]
     assert found["peak"] == pytest.approx(measured["peak"], rel=1e-5)
     assert found["reserved"] == pytest.approx(measured["reserved"], rel=1e-4)
-

@@ -10,7 +10,7 @@ import torch
 from memlab.backends.simulated import of_labs_before_0_4, on_fake_tensors
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
-from memlab.meter.labels import Labels, labelled_by, sent_to_another_rank
+from memlab.meter.labels import Labels, labelled_by, used_by_another_stream
 from memlab.meter.storage_meter import simulated_meter
 from memlab.units import MIB
 from tests.unit.inside import inside
@@ -74,19 +74,19 @@ def test_what_a_stream_freed_is_reserved_for_that_stream() -> None:
         device_tensor(128)  # the limit makes torch return what the other stream caches
 
 
-def test_what_was_sent_is_free_again_when_the_process_has_waited_for_the_device() -> None:
+def test_what_another_stream_uses_is_free_again_when_the_process_has_waited_for_the_device() -> None:
     meter = simulated_meter(labels := Labels())
     with on_fake_tensors(), labelled_by(labels), meter.watching():
-        for sent in (device_tensor(64), device_tensor(32)):
-            sent_to_another_rank(sent)
-        del sent
+        for used in (device_tensor(64), device_tensor(32)):
+            used_by_another_stream(used)
+        del used
         assert meter.device_bytes().allocated_bytes == 0
         again = device_tensor(64)
         assert meter.device_bytes().reserved_bytes == 160 * MIB, "both wait"
         torch.cuda.synchronize()
         kept = device_tensor(64), device_tensor(32)
         assert meter.device_bytes().reserved_bytes == 160 * MIB
-        sent_to_another_rank(again)
+        used_by_another_stream(again)
         del again
         meter.device_memory_bytes = 160 * MIB
         assert device_tensor(64).numel() and kept, "at a limit, torch waits for the device before it gives up"

@@ -23,7 +23,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.engines.fsdp2.sharded_model import DTYPES, ShardedModel
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
-from memlab.meter.labels import Labels, keeping, sent_to_another_rank, stream_order
+from memlab.meter.labels import Labels, keeping, stream_order, used_by_another_stream
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes logits [batch, sequence, vocabulary] and tokens int64 [batch, sequence]."""
@@ -198,7 +198,7 @@ class _Stage(PipelineStage):
 
 def _noted(sends: list[Any]) -> list[Any]:
     for send in sends:
-        sent_to_another_rank(send.tensor)
+        used_by_another_stream(send.tensor)
     return sends
 
 
