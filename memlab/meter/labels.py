@@ -355,19 +355,19 @@ def kept_by_collective(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def used_by_another_stream(tensor: torch.Tensor) -> None:
-    """Reports a tensor that another stream uses too, so that its memory is not free as soon as the tensor is.
-
-    It is free when the CUDA graph is complete that is captured now; without one, when the process has waited for the
-    device. NCCL's stream uses each tensor that is sent to another rank (``ProcessGroupNCCL::pointToPoint`` in
-    torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, torch 2.11, records it).
-    """
+    """Reports a tensor that another stream uses too, while a CUDA graph is captured."""
     labels = _active()
     if labels is not None and labels.on_other_user is not None:
         labels.on_other_user(tensor)
 
 
 def record_stream(tensor: torch.Tensor, stream: int) -> None:
-    """Reports that a stream uses a tensor, as ``Tensor.record_stream`` tells torch's allocator."""
+    """Reports that a stream uses a tensor, as ``Tensor.record_stream`` tells torch's allocator.
+
+    Args:
+        tensor: Whose memory waits for the stream, once it is freed.
+        stream: Its number, or `memlab.meter.stream_order.SENDING`.
+    """
     labels = _active()
     if labels is not None and labels.on_record_stream is not None:
         labels.on_record_stream(tensor, stream)

@@ -12,6 +12,10 @@ from collections.abc import Callable
 Moment = dict[int, int]
 """By stream, how much of its work: the number of the event that ends it."""
 
+SENDING = -1
+"""The number of the stream of NCCL by which ranks send each other tensors one at a time. NCCL's backend records it for
+each of them (``ProcessGroupNCCL::pointToPoint`` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, torch 2.11)."""
+
 _NUM_STREAMS = 32
 """torch takes the streams of a process from a pool in turn, and then the first one again (``kStreamsPerPool`` in
 ``c10/cuda/CUDAStream.cpp``, torch 2.11)."""

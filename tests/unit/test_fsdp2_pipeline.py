@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.plain_fsdp2_pipeline import PipelineJob, layout_of, predicted_of
+from benchmarks.plain_fsdp2_pipeline import PipelineJob, predicted_of_rank
 from memlab import Lab, Layout, TrainingState
 from memlab.backends.simulated import predicting
 from memlab.config.scenario import Scenario
@@ -206,21 +206,29 @@ def test_a_stage_fits_only_with_what_a_measured_one_reserved_more_than_predicted
     assert measured_margin(replace(scenario, layout=Layout())).share < 0.02
 
 
-ROWS = [
-    json.loads(line)
-    for line in (Path(__file__).parents[2] / "labs/results/h200x2_plain_fsdp2_pipeline.jsonl").read_text().splitlines()
-]
+ROWS = {
+    row["name"]: row
+    for row in map(
+        json.loads,
+        (Path(__file__).parents[2] / "labs/results/h200x2_plain_fsdp2_pipeline.jsonl").read_text().splitlines(),
+    )
+}
 
 
 @pytest.mark.parametrize(
     ("name", "rank"),
-    [("model=qwen2.5-7b num_layers=8 seq_length=4096 checkpointing=True chunks=4 return_outputs=False", 1)],
+    [
+        ("model=qwen2.5-7b num_layers=8 seq_length=4096 checkpointing=True chunks=4 return_outputs=False", 1),
+        ("model=mistral-7b-v0.3 num_layers=8 micro_batch_size=2 adam_implementation=fused chunks=2", 1),
+    ],
 )
 def test_a_stage_reserves_what_it_reserved_on_an_h200(name: str, rank: int) -> None:
-    """What a stage sends waits for NCCL's stream once it is freed: without this, 2,376 MiB more are predicted."""
-    row = next(row for row in ROWS if row["name"] == name)
-    job = PipelineJob(**row["job"])
-    found, measured = predicted_of(job, layout_of(job, rank)), row["ranks"][rank]
-    assert found["start"] == measured["start"]
-    assert found["peak"] == pytest.approx(measured["peak"], rel=1e-5)
-    assert found["reserved"] == pytest.approx(measured["reserved"], rel=1e-4)
+    """What a stage sends waits for NCCL's stream once it is freed, until a pass waits for the device, if one does.
+
+    The first job reserves 7 % more without such passes, the second 9 % less.
+    """
+    for row in (ROWS[name], ROWS[f"{name} keeps_masks=True"]):
+        found, measured = predicted_of_rank(PipelineJob(**row["job"]), rank), row["ranks"][rank]
+        assert found["start"] == measured["start"]
+        assert found["peak"] == pytest.approx(measured["peak"], rel=1e-5)
+        assert found["reserved"] == pytest.approx(measured["reserved"], rel=1e-5)

@@ -23,7 +23,8 @@ from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.engines.fsdp2.sharded_model import DTYPES, ShardedModel
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
-from memlab.meter.labels import Labels, keeping, stream_order, used_by_another_stream
+from memlab.meter.labels import Labels, keeping, record_stream
+from memlab.meter.stream_order import SENDING
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes logits [batch, sequence, vocabulary] and tokens int64 [batch, sequence]."""
@@ -120,9 +121,6 @@ class PipelinedModel(ShardedModel):
                 part.model.embed_tokens = embedding
             if number == num_stages - 1:
                 part.model.norm, part.lm_head = norm, output
-            # Where rows may be packed, transformers asks the device about their positions before it makes the angles
-            # (``find_packed_sequence_indices`` in masking_utils.py, 5.24), and so waits for it.
-            part.model.rotary_emb.register_forward_pre_hook(lambda *_: stream_order().synchronize())
             part.forward = partial(_forward, part, "input_ids" if number == 0 else "inputs_embeds")
             parts.append(part)
         return parts
@@ -197,8 +195,15 @@ class _Stage(PipelineStage):
 
 
 def _noted(sends: list[Any]) -> list[Any]:
+    """Reports what is sent, and returns it.
+
+    NeMo Automodel makes each stage's mask once (``_build_or_reuse_pp_causal_mask`` in pipelining/hf_utils.py), so that
+    no pass waits for the device, and on an H200 the memory of what was sent is free again only passes later: here when
+    the schedule has ended. A loop without kept masks waits in each pass, in which transformers asks the device whether
+    rows are packed.
+    """
     for send in sends:
-        used_by_another_stream(send.tensor)
+        record_stream(send.tensor, SENDING)
     return sends
 
 
