@@ -1,6 +1,6 @@
 """Rules by which Megatron refuses a job for an option that memlab does not predict, or that the model does not have.
 
-Each is in megatron-core 0.16.1 and in main of August 2026 (d98e8a64).
+Each is in megatron-core 0.16.1 and in main of August 2026 (d98e8a64), unless the option is newer than 0.16.1.
 """
 
 from __future__ import annotations
@@ -18,7 +18,24 @@ _ONE_OF_TWO = "leave one of the two out"
 
 
 def _is_on(reading: Reading, field: str) -> bool:
-    return any(one.key.rpartition(".")[2] == field for one in reading.not_modelled)
+    # The gradients' config (ddp) has a key delay_wgrad_compute too, without a rule.
+    found = [one.key for one in reading.not_modelled if one.key.rpartition(".")[2] == field]
+    return any("ddp" not in key and "data_parallel" not in key for key in found)
+
+
+def _has(reading: Reading, name: str) -> bool:
+    return bool(reading.values.get(name) or reading.entries.get(name)) or _is_on(reading, name)
+
+
+def _needs(name: str, *needed: str) -> _Rule:
+    return (
+        lambda job: _has(job, name) and not any(_has(job, one) for one in needed),
+        *(f"{name} without {' or '.join(needed)}", f"give {needed[0]}, or leave {name} out", needed[0]),
+    )
+
+
+def _excludes(name: str, other: str) -> _Rule:
+    return (lambda job: _has(job, name) and _has(job, other), f"{name} with {other}", _ONE_OF_TWO, other)
 
 
 def _offloads_layers(reading: Reading) -> bool:
@@ -40,6 +57,38 @@ _OF_CORE: tuple[_Rule, ...] = (
     (
         lambda job: _offloads_layers(job) and _ranks(job, "pipeline_model") > 1,
         *("cpu_offloading with pipeline stages", _ONE_OF_TWO, "pipeline_model_parallel_size"),
+    ),
+    *(
+        _needs(*names)
+        for names in (
+            ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm"),
+            ("ep_overlap_early_attn_memory_release", "overlap_moe_expert_parallel_comm"),
+            ("fine_grained_activation_offloading", "offload_modules"),
+            ("fp8_param_gather", "fp8_format"),
+        )
+    ),
+    (
+        lambda job: _is_on(job, "defer_embedding_wgrad_compute") and _ranks(job, "pipeline_model") == 1,
+        "defer_embedding_wgrad_compute without pipeline stages",
+        *("leave defer_embedding_wgrad_compute out", "pipeline_model_parallel_size"),
+    ),
+    (
+        lambda job: (
+            job.values.get("use_precision_aware_optimizer") and job.values.get("use_distributed_optimizer") is False
+        ),
+        "use_precision_aware_optimizer without the distributed optimizer",
+        *("switch use_distributed_optimizer on, or leave the other out", "use_distributed_optimizer"),
+    ),
+    (
+        lambda job: (
+            _is_on(job, "overlap_moe_expert_parallel_comm")
+            and _ranks(job, "pipeline_model") > 1
+            and not _has(job, "virtual_pipeline_model_parallel_size")
+            and not _has(job, "num_layers_per_virtual_pipeline_stage")
+            and not _has(job, "pipeline_model_parallel_layout")
+        ),
+        "overlap_moe_expert_parallel_comm with pipeline stages of one chunk",
+        *("give each stage several chunks", "virtual_pipeline_model_parallel_size"),
     ),
     (
         lambda job: _offloads_layers(job) and job.values.get("recompute_granularity"),
@@ -63,7 +112,7 @@ _OF_CORE: tuple[_Rule, ...] = (
         *("first_last_layers_bf16 with FP8 by the delayed recipe", "choose another recipe", "fp8_recipe"),
     ),
 )
-"""``TransformerConfig.__post_init__`` (megatron/core/transformer/transformer_config.py)."""
+"""``__post_init__`` of ``TransformerConfig``, ``ModelParallelConfig`` and ``OptimizerConfig``."""
 
 
 def _wrong_product(job: Reading) -> bool:
@@ -163,6 +212,8 @@ def check_core(reading: Reading, architecture: Architecture | None, engine: Engi
     if engine != "megatron":
         return
     _check(reading, _OF_CORE, "Megatron-Core refuses")
+    if architecture is not None:
+        _check(reading, _OF_EXPERTS, "Megatron-Core refuses")
     if architecture is not None and not architecture.multi_latent_attention:
         _check(reading, (_LATENT,), "Megatron-Core refuses")
 
@@ -185,6 +236,17 @@ def note_single_experts(reading: Reading) -> None:
         )
 
 
+_OF_EXPERTS = tuple(
+    _needs(*names)
+    for names in (
+        ("moe_paged_stash", "moe_expert_rank_capacity_factor"),
+        ("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor"),
+        ("moe_router_group_topk", "moe_router_num_groups"),
+        ("moe_router_padding_for_fp8", "fp8_format", "fp4"),
+        ("moe_router_padding_for_quantization", "fp8_format", "fp4"),
+    )
+)
+"""``TransformerConfig`` has these rules for dense models too."""
 _LATENT = (
     lambda job: _selects(job, "mla_up_proj"),
     *("mla_up_proj in recompute_modules without multi-latent attention", "leave mla_up_proj out", "recompute_modules"),
