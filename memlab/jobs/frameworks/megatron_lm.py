@@ -266,6 +266,11 @@ def complete(reading: Reading) -> None:
     take_sequence_parallel(reading)
     note_single_experts(reading)
     entries = reading.entries  # what memlab does not follow of a file may give them
+    if values.get("fine_grained_activation_offloading") and entries.environment.get("NVTE_CPU_OFFLOAD_V1") != "1":
+        reading.warnings.append(
+            "fine_grained_activation_offloading is on without NVTE_CPU_OFFLOAD_V1=1 in the job's environment, which "
+            "Megatron-LM refuses with Transformer Engine 2.10 or later: export it"
+        )
     has_sizes = "num_layers" in entries.by_key and not (entries.get("use_checkpoint_args") or entries.warnings)
     if has_sizes and "max_position_embeddings" not in entries.by_key:
         reading.warnings.append(
