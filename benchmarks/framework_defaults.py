@@ -662,6 +662,7 @@ ADAPTERS = {
             prefix=f"{_NEMO}.model_overrides.",
         )
         | _for("of megatron-core 0.16.1", f"{_NEMO}.optimizer.muon_use_nesterov")
+        | _for(_LATER, f"{_NEMO}.optimizer.muon_use_syrk")
         | _for("of Megatron-LM's development branch", f"{_NEMO}.optimizer.offload_optimizer_states")
         | _for(_VARIABLE, f"{_NEMO}.env_vars.*")
         | _for(
