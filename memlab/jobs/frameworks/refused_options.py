@@ -83,22 +83,6 @@ _OF_CORE: tuple[_Rule, ...] = (
         *("switch use_distributed_optimizer on, or leave the other out", "use_distributed_optimizer"),
     ),
     (
-        lambda job: _is_on(job, "overlap_moe_expert_parallel_comm") and _ranks(job, "expert_model") == 1,
-        "overlap_moe_expert_parallel_comm without expert parallel ranks",
-        *("leave overlap_moe_expert_parallel_comm out", "expert_model_parallel_size"),
-    ),
-    (
-        lambda job: (
-            _is_on(job, "overlap_moe_expert_parallel_comm")
-            and _ranks(job, "pipeline_model") > 1
-            and not _has(job, "virtual_pipeline_model_parallel_size")
-            and not _has(job, "num_layers_per_virtual_pipeline_stage")
-            and not _has(job, "pipeline_model_parallel_layout")
-        ),
-        "overlap_moe_expert_parallel_comm with pipeline stages of one chunk",
-        *("give each stage several chunks", "virtual_pipeline_model_parallel_size"),
-    ),
-    (
         lambda job: _offloads_layers(job) and job.values.get("recompute_granularity"),
         *("cpu_offloading with recompute", _ONE_OF_TWO, "recompute_granularity"),
     ),
