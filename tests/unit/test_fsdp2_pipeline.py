@@ -199,11 +199,11 @@ def test_a_model_with_tied_embeddings_has_no_stages() -> None:
 
 
 def test_a_stage_fits_only_with_what_a_measured_one_reserved_more_than_predicted() -> None:
-    """The prediction of a rank of an H200 was 10.4 % below what torch reserved."""
+    """The prediction of a rank of an H200 whose masks are made once was at most 0.14 % below what torch reserved."""
     layout, state = Layout(pipeline_model_parallel_size=2), TrainingState()
     scenario = Scenario.of("llama-3.1-8b", layout=layout, state=state, engine="fsdp2", num_microbatches=4)
-    assert measured_margin(scenario).share >= 1 / (1 - 0.10414) - 1
-    assert measured_margin(replace(scenario, layout=Layout())).share < 0.02
+    assert 1 / (1 - 0.00136) - 1 <= measured_margin(scenario).share < 0.02
+    assert "masks once" in measured_margin(scenario).steps
 
 
 ROWS = {
