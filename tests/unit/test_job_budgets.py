@@ -174,6 +174,23 @@ def test_the_checkout_around_a_job_s_file_decides_verl_s_version(
         assert job.required()[0].state.grad_reduce_in_bf16 is reduces_in_bf16
 
 
+@pytest.mark.parametrize(
+    ("text", "defers"),
+    [("TAG=v0.8.0\n", False), ("MODE=pinned_tag\nTAG=v0.9.0\n", True), ("TAG=v0.9.1", False), ("COMMIT=abc\n", None)],
+)
+def test_the_release_that_a_recipe_asks_for_decides_verl_s_version(
+    text: str, defers: bool | None, tmp_path: Path
+) -> None:
+    (tmp_path / "retool" / "run").mkdir(parents=True)
+    (tmp_path / "retool" / "REQUIRED_VERL.txt").write_text(text)
+    script = tmp_path / "retool" / "run" / "run.sh"
+    script.write_text(_VERL.format("dp"))
+    job = Job.read(script)
+    assert any("asks for verl v0." in one for one in job.warnings) is (defers is not None)
+    if defers is not None:
+        assert job.required()[0].state.defer_fsdp_grad_sync is defers
+
+
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 @pytest.mark.parametrize("program", ["main_generation_server", "main_eval"])
 def test_a_program_of_verl_that_trains_nothing_is_refused(engine: str, program: str, tmp_path: Path) -> None:

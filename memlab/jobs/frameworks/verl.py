@@ -146,8 +146,10 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
-WITHOUT_TRAINING = ("main_generation", "main_generation_server", "main_eval")
-"""Ends of the names of verl's programs that take keys of a training, and train nothing."""
+def refuse_without_training(reading: Reading) -> None:
+    """Refuses the jobs of verl's programs that take keys of a training, and train nothing."""
+    refuse_program(reading, "main_generation(_server)?")
+    refuse_program(reading, "main_eval", "evaluates")
 
 
 def note_program(reading: Reading) -> None:
@@ -166,7 +168,7 @@ def note_program(reading: Reading) -> None:
 def complete(reading: Reading) -> None:
     """Derives ranks, workload and gradients."""
     values = reading.values
-    refuse_program(reading, WITHOUT_TRAINING)
+    refuse_without_training(reading)
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
     note_program(reading)
