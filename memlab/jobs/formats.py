@@ -30,7 +30,7 @@ from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.skypilot import is_task, script_of
 from memlab.jobs.slime_file import FILES, values_of
-from memlab.jobs.slurm import take_ranks
+from memlab.jobs.slurm import nodes_of, note_nodes, take_ranks
 from memlab.jobs.swift_file import arguments_of, is_argument_file, is_preference_learning, named_file
 from memlab.jobs.toml_file import read_toml
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, texts_of
@@ -100,11 +100,19 @@ def _read_text(
         raise NoJobError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
         return _toml_format(text, path, format_name)
-    script = read_script(text if root is None else script_of(root), path, variables, arguments=arguments, is_job=is_job)
+    script_text = text if root is None else script_of(root)
+    of_slurm = nodes_of(script_text)
+    script = read_script(script_text, path, of_slurm | variables, arguments=arguments, is_job=is_job)
     found, entries = _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
         take_ranks(text, entries)
+    note_nodes(of_slurm, entries)
     return found, entries
+
+
+_HYDRA_MAIN = re.compile(
+    r"@hydra\.main\(\s*config_path=[\"']([^\"']{1,200})[\"'],\s*config_name=[\"']([\w-]{1,100})[\"']"
+)
 
 
 def is_job(words: list[str]) -> bool:
@@ -378,8 +386,6 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
     _take_configuration(words, path, framework, entries)
     if framework.name == "bridge":
         read_recipe(words, path, entries)
-    read_overrides(words, entries)
-    _take_launcher(words, framework, entries)
     if not any(word.startswith("--config") for word, _ in words):
         programs = (
             Entry("", word, line)
@@ -387,7 +393,43 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
             if flag == "-m" or (word.endswith(".py") and "=" not in word)
         )
         entries.program = next(programs, None)
+        _take_configuration_of_program(path, framework, entries)
+    read_overrides(words, entries)
+    _take_launcher(words, framework, entries)
     resolve(entries, dict(entries.environment))
+
+
+def _take_configuration_of_program(path: Path, framework: Framework, entries: Entries) -> None:
+    """Takes the configuration that the source of a job's own program names for Hydra, where both lie near the script.
+
+    Nothing is executed: the decorator ``hydra.main`` is found in the text.
+    """
+    if entries.program is None or not framework.knows("config_name"):
+        return
+    name = str(entries.program.value)
+    source = None if name.startswith(f"{framework.name}.") else _source_of(name, path)
+    found = None if source is None else _HYDRA_MAIN.search(_text(source)[0])
+    if source is None or found is None:
+        return
+    entries.add("config_name", found[2], entries.program.line)
+    base = (source.parent / found[1] / found[2]).with_suffix(".yaml")
+    if found[2] in framework.configurations or not _is_file(base):
+        return
+    own = _with_defaults(read_yaml(_text(base)[0], base.name), base, []).of_file(base.name)
+    entries.merge(own)
+    names = [f"the defaults {shortened(name)} are not beside" for name in framework.configurations]
+    entries.warnings += [one for one in own.warnings if not any(name in one for name in names)]
+
+
+def _source_of(program: str, path: Path) -> Path | None:
+    """Returns the file of a program or module, if it lies near the script: below a folder that holds the script."""
+    parts = program.removesuffix(".py").replace("/", ".").split(".")
+    for up in path.absolute().parents:
+        for first in range(len(parts) if up == path.absolute().parent else len(parts) - 1):
+            source = up.joinpath(*parts[first:]).with_suffix(".py")
+            if _is_file(source):
+                return source
+    return None
 
 
 def _take_launcher(words: list[tuple[str, int]], framework: Framework, entries: Entries) -> None:

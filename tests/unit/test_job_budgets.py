@@ -191,6 +191,34 @@ def test_the_release_that_a_recipe_asks_for_decides_verl_s_version(
         assert job.required()[0].state.defer_fsdp_grad_sync is defers
 
 
+_DECORATOR = '@hydra.main(config_path="config", config_name="{}", version_base=None)\ndef main(config): ...\n'
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "entropy", "told"),
+    [
+        ("prime", "prime_trainer", 0.001, "memlab takes its configuration, prime_trainer"),
+        ("prime/run", "prime_trainer", 0.001, "memlab takes its configuration, prime_trainer"),
+        ("prime", "ppo_trainer", 0, "memlab takes its configuration, ppo_trainer"),
+        ("other", "prime_trainer", 0, "memlab takes verl's defaults for what"),
+    ],
+)
+def test_the_configuration_that_a_program_of_the_job_s_own_names_is_read(
+    folder: str, name: str, entropy: float, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "prime" / "config").mkdir(parents=True, exist_ok=True)
+    (tmp_path / ("prime" if folder != "other" else "none")).mkdir(exist_ok=True)
+    (tmp_path / ("prime" if folder != "other" else "none") / "main_prime.py").write_text(_DECORATOR.format(name))
+    configuration = "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {entropy_coeff: 0.001}}\n"
+    (tmp_path / "prime" / "config" / "prime_trainer.yaml").write_text(configuration)
+    script = tmp_path / folder / "run.sh"
+    script.write_text(_VERL.format("dp").replace("verl.trainer.main_ppo", "recipe.prime.main_prime"))
+    job = Job.read(script)
+    assert [one.value for one in job.not_modelled if one.key.endswith("entropy_coeff")] == [entropy] * bool(entropy)
+    assert [told in one for one in job.warnings if "no program of verl's own" in one] == [True]
+
+
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 @pytest.mark.parametrize("program", ["main_generation_server", "main_eval"])
 def test_a_program_of_verl_that_trains_nothing_is_refused(engine: str, program: str, tmp_path: Path) -> None:

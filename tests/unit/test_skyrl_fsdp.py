@@ -230,6 +230,15 @@ def read_sft(folder: Path, keys: str = "") -> Job:
     return Job.read(folder / "run.sh")
 
 
+def test_a_program_of_one_s_own_that_trains_so_is_read_as_skyrl_s(tmp_path: Path) -> None:
+    """As examples/train/callbacks/main_sft_with_callbacks.py (a9564572)."""
+    rows = "micro_train_batch_size_per_gpu=2 "
+    usual = read_sft(tmp_path, rows)
+    own = (tmp_path / "run.sh").read_text().replace("skyrl.train.main_sft", "mine.main_sft_with_callbacks")
+    (tmp_path / "run.sh").write_text(own)
+    assert Job.read(tmp_path / "run.sh").required() == usual.required()
+
+
 def test_supervised_fine_tuning_is_read_with_its_own_defaults(tmp_path: Path) -> None:
     """A micro-batch of two sequences is one row, and nothing leaves the device, as no engine needs it."""
     job = read_sft(tmp_path)

@@ -153,16 +153,19 @@ def refuse_without_training(reading: Reading) -> None:
 
 
 def note_program(reading: Reading) -> None:
-    """Says where a program's own configuration is not known."""
+    """Says that a program is not verl's own, and whether its configuration is known."""
     program = reading.entries.program
-    if program is None or "config_name" in reading.entries.by_key:
+    name = "verl." if program is None else str(program.value)
+    if program is None or name.startswith(("verl.", "verl/")) or "/verl/" in name:
         return
-    name = str(program.value)
-    if not name.startswith(("verl.", "verl/")) and "/verl/" not in name:
-        reading.warnings.append(
-            f"{program.place}: {name} is no program of verl's own, and may have a configuration of its own: memlab "
-            "takes verl's defaults for what the file does not give; give --set KEY=VALUE for others"
-        )
+    configuration = reading.entries.by_key.get("config_name")
+    reading.warnings.append(
+        f"{program.place}: {name} is no program of verl's own, and may have a configuration of its own: memlab takes "
+        "verl's defaults for what the file does not give; give --set KEY=VALUE for others"
+        if configuration is None
+        else f"{program.place}: {name} is no program of verl's own: memlab takes its configuration, "
+        f"{configuration.value}, and not what else it does"
+    )
 
 
 def complete(reading: Reading) -> None:
