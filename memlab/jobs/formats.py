@@ -73,7 +73,12 @@ def read_file(
 
 
 def _read_text(
-    path: Path, variables: dict[str, str], format_name: str | None, arguments: list[str] | None
+    path: Path,
+    variables: dict[str, str],
+    format_name: str | None,
+    arguments: list[str] | None,
+    *,
+    is_started: bool = False,
 ) -> tuple[str, Entries]:
     text, is_whole = _text(path)
     is_script = path.suffix not in (".json", ".yaml", ".yml", ".py", ".ipynb", ".toml") and text.lstrip()[:1] != "{"
@@ -100,9 +105,22 @@ def _read_text(
         raise NoJobError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
         return _toml_format(text, path, format_name)
-    script_text = text if root is None else script_of(root)
-    of_slurm = nodes_of(script_text)
-    script = read_script(script_text, path, of_slurm | variables, arguments=arguments, is_job=is_job)
+    return _of_script(text if root is None else script_of(root), path, variables, format_name, arguments, is_started)
+
+
+def _of_script(
+    text: str,
+    path: Path,
+    variables: dict[str, str],
+    format_name: str | None,
+    arguments: list[str] | None,
+    is_started: bool,
+) -> tuple[str, Entries]:
+    of_slurm = nodes_of(text)
+    script = read_script(text, path, of_slurm | variables, arguments=arguments, is_job=is_job)
+    own = None if format_name is not None or is_started else _job_that_is_started(script, path, variables)
+    if own is not None:
+        return own
     found, entries = _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
         take_ranks(text, entries)
@@ -340,6 +358,31 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     if not entries.by_key:
         raise ValueError(f"{cause}{path.name} has no arguments of {found}: {_ACTION}")
     return found, entries
+
+
+def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) -> tuple[str, Entries] | None:
+    """Reads the job of the one other script that a script without a job of its own starts.
+
+    Its name is looked for beside the script and in the folders above, as that of a script that runs from the top of a
+    checkout.
+    """
+    if framework_of_commands([[word for word, _ in command.words] for command in script.commands]) is not None:
+        return None
+    found: list[tuple[Path, Command, list[str]]] = []
+    for command in script.commands:
+        name, *given = (word for word, _ in command.words if not isinstance(word, OwnArguments))
+        if name.rpartition("/")[2] in ("bash", "sh") and given:
+            name, *given = given
+        folders = (path.parent, *path.absolute().parents) if name.endswith(".sh") and UNKNOWN not in name else ()
+        file = next((up / name for up in folders if _is_file(up / name)), path)
+        if file.resolve() != path.resolve():
+            found.append((file, command, given))
+    if len(found) != 1:
+        return None
+    file, command, given = found[0]
+    name, entries = _read_text(file, variables | command.variables, None, given, is_started=True)
+    entries.warnings.append(f"line {command.line}: the script starts {file.name}, and memlab reads the job of that one")
+    return name, entries
 
 
 def _without_own_arguments(command: Command, warnings: list[str]) -> list[tuple[str, int]]:
