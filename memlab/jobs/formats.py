@@ -407,9 +407,9 @@ def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Fra
         name = str(entry.value)
         base = path.parent / str(flags.get("config_path", "") if key == "config_name" else "") / name
         base = base if base.suffix in (".yaml", ".yml") else base.with_name(f"{base.name}.yaml")
+        if framework.knows(key) and not entry.is_unknown:
+            entries.by_key[key] = entry
         if base.stem in framework.configurations:
-            if framework.knows(key):
-                entries.by_key[key] = entry
             continue
         base = next((one for one in (base, *(up / name for up in path.absolute().parents)) if _is_file(one)), base)
         if entry.is_unknown or not _is_file(base):
@@ -429,14 +429,17 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
     _take_configuration(words, path, framework, entries)
     if framework.name == "bridge":
         read_recipe(words, path, entries)
+    programs = (
+        Entry("", word, line)
+        for (flag, _), (word, line) in pairwise([("", 0), *words])
+        if flag == "-m" or (word.endswith(".py") and "=" not in word)
+    )
+    program = next(programs, None)
     if not any(word.startswith("--config") for word, _ in words):
-        programs = (
-            Entry("", word, line)
-            for (flag, _), (word, line) in pairwise([("", 0), *words])
-            if flag == "-m" or (word.endswith(".py") and "=" not in word)
-        )
-        entries.program = next(programs, None)
+        entries.program = program
         _take_configuration_of_program(path, framework, entries)
+    elif program is not None and framework.knows("config_name") and not str(program.value).startswith(framework.name):
+        entries.program = program
     read_overrides(words, entries)
     _take_launcher(words, framework, entries)
     resolve(entries, dict(entries.environment))

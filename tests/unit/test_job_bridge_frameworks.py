@@ -277,8 +277,6 @@ def test_verl_s_sft_trainer_is_read(program: str, keys: str, workload: tuple[int
 def test_verl_s_sft_trainer_without_megatron_is_that_of_fsdp(tmp_path: Path) -> None:
     command = VERL_SFT.format(program="-m verl.trainer.sft_trainer").replace("engine=megatron ", "")
     assert sft(tmp_path, command).framework == "verl-sft-fsdp"
-    with pytest.raises(ValueError, match="is of no format that memlab reads"):
-        sft(tmp_path, "torchrun fsdp_sft_trainer.py data.train_batch_size=8")
 
 
 SKYRL_SFT = "python -m skyrl.train.main_sft model.path=Qwen/Qwen3-30B-A3B placement.num_gpus_per_node=8 "
