@@ -220,6 +220,24 @@ def test_the_configuration_that_a_program_of_the_job_s_own_names_is_read(
 
 
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
+@pytest.mark.parametrize(
+    ("keys", "is_colocated", "is_told"),
+    [
+        ("rollout.n_gpus_per_node=8", False, True),
+        ("rollout.nnodes=1 actor_rollout_ref.hybrid_engine=False", False, False),
+        ("+async_training.partial_rollout=True", True, False),
+    ],
+)
+def test_a_fully_asynchronous_job_of_verl_generates_on_gpus_of_its_own(
+    engine: str, keys: str, is_colocated: bool, is_told: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "run.sh").write_text(f"{_VERL.format(engine)} {keys}")
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    assert job.rollout is not None and job.rollout.is_colocated is is_colocated
+    assert any("asserts that actor_rollout_ref.hybrid_engine" in one for one in job.warnings) is is_told
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
 @pytest.mark.parametrize("program", ["main_generation_server", "main_eval"])
 def test_a_program_of_verl_that_trains_nothing_is_refused(engine: str, program: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(_VERL.format(engine).replace("main_ppo", program))

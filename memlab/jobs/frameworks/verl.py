@@ -168,6 +168,21 @@ def note_program(reading: Reading) -> None:
     )
 
 
+def take_gpus_of_the_engine(reading: Reading) -> None:
+    """Takes an inference engine on GPUs of its own where a job trains fully asynchronously.
+
+    Its trainer asserts that ``hybrid_engine`` is false (``verl/experimental/fully_async_policy``, 1dda039b).
+    """
+    key = next((key for key in ("rollout.n_gpus_per_node", "rollout.nnodes") if key in reading.entries.by_key), None)
+    if key is None or not reading.values["is_colocated"]:
+        return
+    reading.values["is_colocated"] = False
+    reading.warnings.append(
+        f"{key}: the engine has GPUs of its own, for which verl's trainer asserts that actor_rollout_ref.hybrid_engine "
+        "is false: give actor_rollout_ref.hybrid_engine=False, as memlab takes it"
+    )
+
+
 def complete(reading: Reading) -> None:
     """Derives ranks, workload and gradients."""
     values = reading.values
@@ -175,6 +190,7 @@ def complete(reading: Reading) -> None:
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
     note_program(reading)
+    take_gpus_of_the_engine(reading)
     check_engine(reading)
     note_critic(reading, "critic.megatron")
     section = "megatron.override_transformer_config"

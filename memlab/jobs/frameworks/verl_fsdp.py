@@ -66,6 +66,7 @@ from memlab.jobs.frameworks.verl import (
     rows_of_passes,
     skip_passes,
     take_allocator,
+    take_gpus_of_the_engine,
     take_rows_of_budget,
 )
 from memlab.jobs.frameworks.verl_checkout import FP32_SINCE, RELEASE, version_around
@@ -230,6 +231,7 @@ def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_
     del values["nodes"]
     reading.known.add("config_name")
     note_program(reading)
+    take_gpus_of_the_engine(reading)
     note_critic(reading, f"critic.{name}")
     if values["is_colocated"]:
         take_allocator(reading)
