@@ -287,12 +287,12 @@ def _built(
     try:
         lacking = [*reading.blocked["job"], *engines, *precisions]
         found = with_layer_pattern(reading, _architecture(reading, architecture, lacking, model, framework))
+        check_core(reading, found if architecture is None else None, framework.engine)
         _drop_experts(reading, found, is_own=architecture is None)
         framework.complete_of_model(reading, found)
         _drop_shared_experts(reading, found)
         complete_cuda_graphs(reading, found)
         framework.check(reading)
-        check_core(reading, found if architecture is None else None, framework.engine)
         scenario = scenario_of(reading, found, Versions(transformer_engine=framework.transformer_engine))
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
         bound(reading, scenario, settings)
