@@ -275,14 +275,26 @@ def _unfused(
     """Attends as ``scaled_dot_product_attention`` does on a GPU in fp32 with fewer heads of keys than of queries.
 
     Of its kernels, those that take fp32 do not take fewer heads, so that it multiplies and keeps whole matrices of
-    scores (torch 2.11, seen on an H200). The arguments are those of `_sdpa`.
+    scores (``_scaled_dot_product_attention_math`` in aten/src/ATen/native/transformers/attention.cpp; torch 2.11,
+    request by request as an H200's). The arguments are those of `_sdpa`.
     """
     assert attention_mask is None and not options.get("dropout"), "causal attention without dropout"
-    attend = torch.ops.aten._scaled_dot_product_attention_math
-    output, probabilities = attend(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
+    return _multiplied(query, key, value, options["scaling"]).transpose(1, 2).contiguous(), None
+
+
+def _multiplied(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    root, groups, tokens = scale**0.5, query.shape[1] // key.shape[1], query.shape[2]
+    query = query * root
+    bias = torch.where(torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril(), 0.0, -torch.inf)
+    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    scores = query @ (key.transpose(2, 3) * root)
+    scores += bias  # torch's own code copies them where a meter looks on
+    probabilities = scores.softmax(-1)
+    torch.isneginf(scores)  # whether a row sees no key (``_safe_softmax``)
+    del scores
     if probabilities.grad_fn is not None:
         _hold_temporary_of_softmax(probabilities.grad_fn)
-    return output.transpose(1, 2).contiguous(), None
+    return probabilities @ value
 
 
 def _hold_temporary_of_softmax(backward: Any) -> None:
