@@ -41,7 +41,8 @@ def register() -> None:
     kinds = {"sdpa": _sdpa, _UNFUSED: _unfused, "flash_attention_2": _flash, "eager": _eager, "te": _eager}
     for name, function in kinds.items():
         AttentionInterface.register(_PREFIX + name.replace("flash", "f"), function)  # it would look for a package
-    for name, make_mask in {"sdpa": sdpa_mask, _UNFUSED: sdpa_mask, "eager": eager_mask}.items():
+    masks: dict[str, Any] = {"sdpa": sdpa_mask, _UNFUSED: sdpa_mask, "eager": eager_mask}
+    for name, make_mask in masks.items():
         AttentionMaskInterface.register(_PREFIX + name, make_mask)
 
 
