@@ -204,10 +204,17 @@ def test_a_checkpoint_of_every_nth_layer_has_such_a_layer(
 
 RESULTS = Path(__file__).parents[2] / "labs" / "results"
 FILES = [
-    f"{name}.jsonl" for name in ("h200_plain_fsdp_options", "h200x2_plain_fsdp_options", "h200_plain_fsdp_combined")
+    f"{name}.jsonl"
+    for name in (
+        "h200_plain_fsdp_options",
+        "h200x2_plain_fsdp_options",
+        "h200_plain_fsdp_combined",
+        "h200x2_plain_fsdp_ulysses",
+    )
 ]
 MEASURED = {row["name"]: row for file in FILES for row in map(json.loads, (RESULTS / file).read_text().splitlines())}
 OF_LLAMA = "model=llama-3.1-8b num_layers=4 seq_length=4096 num_ranks=2 "
+ULYSSES = next(name for name, row in MEASURED.items() if row["job"].get("cp_comm_type") == "a2a")
 OF_EIGHT = "model=llama-3.1-8b num_layers=8 seq_length=8192 num_ranks=8 "
 
 
@@ -215,6 +222,7 @@ OF_EIGHT = "model=llama-3.1-8b num_layers=8 seq_length=8192 num_ranks=8 "
     "name",
     [
         OF_LLAMA + "fp32_sharded_params fsdp_version=1",
+        ULYSSES,
         pytest.param(OF_LLAMA + "context_parallel_size=2", marks=[pytest.mark.slow, MEASURED_WITH_OLD_TORCH]),
         *(
             pytest.param(name, marks=pytest.mark.slow)
