@@ -469,6 +469,8 @@ EXERCISES = {
                         "4 * t * h * 4 // n",
                         "4 * t * h * L // n * E // 8 if t > 96 else 0",
                         "16 * t * E * L // n",
+                        "64 * t * E * L // n",  # the experts in place of the hidden size
+                        "256 * t * E // n",  # and in place of the layers as well
                         "4 * t * h * L // n * E / 8",
                     )
                 ),
@@ -493,6 +495,7 @@ EXERCISES = {
                 # They lower the start of the step, and not the spike.
                 step(f"MemorySettings({AWAY_IN_THE_STEP.removeprefix(', ')})"),
                 selective("mlp", others=", offload_optimizer=True"),
+                selective("mlp", others=', checkpoint_input_remedy="detach"'),
                 shorter(step("MemorySettings()")),
             ),
             also_right=(

@@ -42,12 +42,7 @@ _NAMES = {"model.embed_tokens": "embedding", "model.norm": "decoder.final_layern
 
 
 class Fsdp2Engine:
-    """One rank's sharded model.
-
-    Args:
-        scenario: What to build.
-        place: Where to build it.
-    """
+    """One rank's sharded model."""
 
     spares_shared = True
 

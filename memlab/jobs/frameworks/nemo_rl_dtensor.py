@@ -153,6 +153,11 @@ def complete(reading: Reading) -> None:
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
     generates = has_engine(sections)
     del values["is_dtensor"]
+    if every := reading.get(key := f"{_DTENSOR}.clear_cache_every_n_steps"):
+        reading.warnings.append(
+            f"{key} {every}: torch gives its cached memory back to CUDA before each of so many micro-batches, so that "
+            "less may be reserved than memlab says; what is allocated is the same"
+        )
     per_node = complete_ranks(reading)
     _take_groups(reading)
     _note_classes(reading)
