@@ -341,6 +341,12 @@ class Fsdp2Rules:
                 "the embedding returns, and memlab does not divide into stages: choose 1, or another model",
                 *("pipeline_model_parallel_size", "engine"),
             )
+        if FAMILIES[self.architecture.family].output_bias:
+            raise RuleError(
+                f"{given}, and the output layer of {self.architecture.name} has a bias, which memlab does not divide "
+                "into stages: choose 1, or another model",
+                *("pipeline_model_parallel_size", "engine"),
+            )
         others = (
             ("context_parallel_size", layout.context_parallel_size, layout.context_parallel_size > 1),
             ("expert_model_parallel_size", layout.expert_model_parallel_size, layout.expert_model_parallel_size > 1),
@@ -476,6 +482,14 @@ class Fsdp2Rules:
             raise RuleError(
                 f"attn_implementation is 'flash_attention_2', and {self.architecture.name} has windows or soft caps, "
                 "which memlab does not have with it: leave it out",
+                "attn_implementation",
+            )
+        if self.attention_of_transformers == "eager" and FAMILIES[self.architecture.family].dropout.get(
+            "attention_dropout"
+        ):
+            raise RuleError(
+                f"attn_implementation is 'eager', and {self.architecture.name} drops probabilities of attention, which "
+                "memlab does not have with it: choose sdpa",
                 "attn_implementation",
             )
         self._check_mask_in_fp32()

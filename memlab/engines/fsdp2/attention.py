@@ -79,7 +79,7 @@ def _with_mask(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tup
         return inputs, named | {"attention_mask": _seen_with_images(model, is_image, name)}
     received = named["inputs_embeds"] if named.get("input_ids") is None else named["input_ids"]
     tokens, lengths = received.shape[1], named.get("packed_lengths")
-    if model.config.model_type in ("gemma2", "gemma3_text"):
+    if model.config.model_type in ("gemma2", "gemma3_text", "cohere2"):
         dtype = model.embed_tokens.weight.dtype if name == "eager" else torch.bool
         windows = {"full_attention": None, "sliding_attention": model.config.sliding_window}
         # transformers makes none where sdpa is causal anyway (``_ignore_causal_mask_sdpa``).

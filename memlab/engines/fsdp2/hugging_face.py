@@ -77,7 +77,7 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         "rope_theta": sizes.rotary_base,
         "partial_rotary_factor": sizes.rotary_percent,
     }
-    if sizes.sandwich_norms:
+    if family.window_pattern:
         pattern, tokens = sizes.window_attn_skip_freq, sizes.window_size
         assert isinstance(pattern, tuple) and tokens is not None, "Gemma's config.json has both"
         kinds = ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
@@ -93,10 +93,11 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         num_attention_heads=sizes.num_attention_heads,
         num_key_value_heads=sizes.num_query_groups,
         max_position_embeddings=longest_sequence,
-        rms_norm_eps=sizes.layernorm_epsilon,
+        **{family.epsilon: sizes.layernorm_epsilon},
         tie_word_embeddings=sizes.share_embeddings_and_output_weights,
         rope_parameters=rope,
-        attention_dropout=0.0,
+        # Torch's and flash-attn's kernels keep as much with dropout, and those of a CPU have none.
+        **family.dropout | {"attention_dropout": 0.0},
         use_cache=False,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **channels,

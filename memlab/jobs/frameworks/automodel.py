@@ -16,7 +16,7 @@ from memlab.config.pipeline_layout import FIELD
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.automodel_experts import take_experts
-from memlab.jobs.frameworks.automodel_images import IMAGES, RECIPE, drop_images, has_tower, take_tower
+from memlab.jobs.frameworks.automodel_images import IMAGES, RECIPE, has_tower, take_tower
 from memlab.jobs.frameworks.automodel_pipeline import (
     composed_of_pipeline,
     layout_of_parts,
@@ -61,6 +61,7 @@ from memlab.jobs.frameworks.keys import (
 )
 from memlab.jobs.frameworks.lines import yaml_lines
 from memlab.jobs.frameworks.megatron_lm import named
+from memlab.jobs.frameworks.towers import drop_images
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _RECIPES = ("TrainFinetuneRecipeForNextTokenPrediction", "BenchmarkingRecipeForNextTokenPrediction")
