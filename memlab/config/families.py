@@ -41,8 +41,9 @@ class FamilyRow(ModelType):
     """Whether it divides them over tensor parallel ranks."""
     automodel: bool = False
     """Whether NeMo Automodel has a class of its own (``_transformers/registry.py``), and memlab this class."""
-    lacks_of_automodel: str = ""
-    """What memlab does not have of NeMo Automodel's class, so that it does not have the class; empty otherwise."""
+    weighs_after: bool = False
+    """Whether that class multiplies what experts return by the router's weights, and not their activation, and has a
+    router in the type of its tokens."""
     norms_of_transformers: bool = False
     """Whether that class has transformers' norms, and not NeMo Automodel's own."""
     fused_linears: tuple[str, ...] = ()
@@ -94,14 +95,14 @@ FAMILIES: dict[Family, FamilyRow] = {
     "deepseek_v3": FamilyRow(automodel=True, **_DEEPSEEK_V3),
     "kimi_k2": FamilyRow(**_DEEPSEEK_V3),
     "glm4_moe_lite": FamilyRow(first_k_dense_replace=1, n_shared_experts=1, routed_scaling_factor=1.8,
-                               lacks_of_automodel="weights of a router after the experts", **_LATENT, **_GROUPS),
+                               automodel=True, weighs_after=True, **_LATENT, **_GROUPS),
     "gpt_oss": FamilyRow(num_key_value_heads=8, head_dim=64, qkv_bias_field="attention_bias", has_sinks=True,
                          experts="width of the MLP", rotary_base=150000.0, automodel=True),
     "qwen2_moe": FamilyRow(num_key_value_heads=16, add_qkv_bias=True, uses_window=False, normalizes_topk=False,
                            **_OWN_EXPERTS),
     "glm4_moe": FamilyRow(num_key_value_heads=8, qkv_bias_field="attention_bias", qk_norm_field="use_qk_norm",
                           rotary_percent=0.5, experts="own width", first_k_dense_replace=1, n_shared_experts=1,
-                          **_GROUPS),
+                          automodel=True, weighs_after=True, **_GROUPS),
     "minimax_m2": FamilyRow(num_key_value_heads=8, head_dim=128, qk_layernorm=True, norms_all_heads=True,
                             experts="width of the MLP", expert_bias=True, scoring_func="sigmoid", rotary_base=5e6),
     "olmoe": FamilyRow(qk_layernorm=True, norms_all_heads=True, norms_all_heads_fused=True, normalizes_topk=False,

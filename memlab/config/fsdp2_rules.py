@@ -208,7 +208,8 @@ class Fsdp2Rules:
                 "sinks, of which memlab has with model_classes only Transformer Engine's kernel: choose te",
                 *("attn_implementation", "model_classes"),
             )
-        if model.family == "gpt_oss" and state.model_classes == "automodel_0.7.0":
+        of_august = model.family == "gpt_oss" or FAMILIES[model.family].weighs_after
+        if of_august and state.model_classes == "automodel_0.7.0":
             raise RuleError(
                 f"model_classes is {state.model_classes!r}, and memlab has NeMo Automodel's class of {model.name} only "
                 "as in August 2026: choose automodel",

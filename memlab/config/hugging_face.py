@@ -155,7 +155,7 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
     modelled: dict[str, tuple[Any, ...]] = dict.fromkeys(zero, (0, None))
     modelled["hidden_act"] = ("relu2" if kind.has_squared_relu else "gelu_new" if kind.has_gelu else "silu",)
     # Biases of attention's output, and norms of queries and keys, which no published model of these families has.
-    absent = ("attention_out_bias", "qk_layernorm", "use_qk_norm")
+    absent = ("attention_out_bias", *(() if kind.qk_layernorm else ("qk_layernorm", "use_qk_norm")))
     modelled |= {name: (False, None) for name in absent if name != kind.qk_norm_field}
     modelled |= {name: (share,) for name, share in kind.dropout.items()}
     if kind.norms_all_heads_fused:

@@ -60,6 +60,8 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
             "moe_intermediate_size": sizes.moe_ffn_hidden_size,
             "norm_topk_prob": not sizes.moe_router_pre_softmax,
         }
+    if sizes.moe_router_num_groups:
+        experts = _of_grouped_experts(sizes)
     if sizes.multi_latent_attention:
         channels = {}
         experts = _of_latent_attention(sizes) | _of_grouped_experts(sizes)
@@ -84,6 +86,9 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         window = {"sliding_window": tokens[0] + 1, "layer_types": kinds[:num_layers]}
     if sizes.family == "gemma3_text":  # the base of layers with windows is transformers' default
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
+    switches = {family.qk_norm_field: sizes.qk_layernorm}
+    if not sizes.add_bias_linear:
+        switches[family.qkv_bias_field] = sizes.add_qkv_bias
     return AutoConfig.for_model(
         sizes.family,
         vocab_size=sizes.vocab_size,
@@ -103,7 +108,7 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         **channels,
         **window,
         **experts,
-        **({family.qkv_bias_field: sizes.add_qkv_bias} if family.has_qkv_bias else {}),
+        **{name: value for name, value in switches.items() if name},
     )
 
 

@@ -490,8 +490,7 @@ def _take_own_classes(reading: Reading, architecture: Architecture) -> None:
 
 
 def _has_own_class(architecture: Architecture) -> bool:
-    family = FAMILIES[architecture.family]
-    return family.automodel or bool(family.lacks_of_automodel)
+    return FAMILIES[architecture.family].automodel
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
