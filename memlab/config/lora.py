@@ -220,11 +220,7 @@ class LoRA:
         ]
 
     def adapts_module(self, name: str) -> bool:
-        """Whether a linear of transformers' model has an adapter, by its own name or by Megatron's for it.
-
-        Args:
-            name: In the model.
-        """
+        """Whether a linear of transformers' model has an adapter, by its own name or by Megatron's for it."""
         own = name.rpartition(".")[2]
         listed = self.target_modules or self.exclude_modules
         is_listed = any(own == one or own in OF_TRANSFORMERS.get(one, ()) or _matches(one, name) for one in listed)
@@ -308,13 +304,7 @@ class LoRA:
 
 
 def rows_of_part(part: str, model: Architecture, rows: int) -> int:
-    """Returns how many rows of a fused linear's weight are those of one of its parts.
-
-    Args:
-        part: Its name.
-        model: Of which the linear is.
-        rows: Of the linear.
-    """
+    """Returns how many rows of a fused linear's weight are those of one of its parts."""
     if part in PARTS["linear_fc1"]:
         return rows // 2
     heads = model.num_attention_heads if part == "linear_q" else model.num_query_groups

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import nbformat
 from nbconvert import SlidesExporter
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
 from memlab.regression.run.readable_notebook import make_readable
 from memlab.regression.suite.notebooks import HIDE_INPUT_TAG, RECORD_TAG, has_tag
@@ -69,9 +70,10 @@ def slides_of(executed: nbformat.NotebookNode) -> str:
 
 
 def _slides_of_outputs(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
-    """Returns a slide for each output of a cell, without the results of guesses."""
+    """Returns a slide for each output of a cell, without the results of guesses; lines printed in turn share one."""
     slides: list[nbformat.NotebookNode] = []
-    for output in cell.outputs:
+    coalesced, _ = CoalesceStreamsPreprocessor().preprocess_cell(cell, {}, 0)
+    for output in coalesced.outputs:
         if output.output_type == "stream":
             output.text = _NOT_GUESSED.sub("", output.text)
             if not output.text.strip():
@@ -151,9 +153,14 @@ def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool, is_executed: 
         shown = [each for each in shown if each]
         is_bare_heading = section.startswith("##") and len(shown) == 1  # a title alone is a slide
         is_empty = not shown or (is_bare_heading and not is_executed and not tables)
-        texts = [] if is_empty else ["\n\n".join(shown)]
-        of_tables = [f"{before}\n\n{table}" if before else table for table, before in announced.items()]
-        for number, shown_text in enumerate(texts + of_tables):
+        heading, texts = ([], []) if is_empty else (shown[:is_heading], shown[is_heading:])
+        # A text that stands after a table is about it.
+        begins = next((place for place, each in enumerate(every) if texts and each.endswith(texts[0])), len(every))
+        of_tables = {table: f"{before}\n\n{table}" if before else table for table, before in announced.items()}
+        early = [of_tables.pop(table) for table in tables if every.index(table) < begins]
+        parts = [each for each in (*early, "\n\n".join(texts), *of_tables.values()) if each]
+        parts[:1] = ["\n\n".join([*heading, *parts[:1]])] if heading else parts[:1]
+        for number, shown_text in enumerate(parts):
             slide = nbformat.v4.new_markdown_cell(shown_text)
             kind = "slide" if is_heading and number == 0 else "subslide"
             slide.metadata["slideshow"] = {"slide_type": kind}

@@ -26,11 +26,7 @@ class _Layer:
 
 
 class RoutingDraws:
-    """Numbers the passes through the MoE layers of a model within a step.
-
-    Args:
-        routing: How tokens are spread.
-    """
+    """Numbers the passes through the MoE layers of a model within a step."""
 
     def __init__(self, routing: Routing) -> None:
         self.routing = routing

@@ -67,11 +67,6 @@ def points_by_work(front: SearchResult) -> tuple[Point, ...]:
 def largest_along_front(what: What, front: SearchResult, find: Callable[[MemorySettings], Largest]) -> AlongFront:
     """Finds the largest workload under each setting on the front, the one with the least extra work first.
 
-    Args:
-        what: What is varied.
-        front: For one workload.
-        find: Finds the largest workload under settings.
-
     Raises:
         AlongFrontInterrupted: At Ctrl-C or `PredictionLostError`, with what was found until then.
     """

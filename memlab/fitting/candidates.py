@@ -71,12 +71,7 @@ def candidates(
 
 
 def each_alone(settings: MemorySettings, scenario: Scenario) -> list[MemorySettings]:
-    """Lists the settings themselves, then with one change each: a module, all layers, or what is on the host.
-
-    Args:
-        settings: What each candidate does at least.
-        scenario: The model and its workload.
-    """
+    """Lists the settings themselves, then with one change each: a module, all layers, or what is on the host."""
     between = _allowed(settings, _BETWEEN_STEPS, scenario)
     return list(dict.fromkeys([*candidates(settings, scenario, depth=1), *between]))
 

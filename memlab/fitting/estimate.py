@@ -69,12 +69,7 @@ LayerBytes = dict[tuple[int, str], int]
 
 
 class StepEstimate:
-    """What a step that ran out of memory would have needed, under its own settings and under others.
-
-    Args:
-        record: The step, with its `OutOfMemory`.
-        earlier_records: The lab's earlier steps.
-    """
+    """What a step that ran out of memory would have needed, under its own settings and under others."""
 
     def __init__(self, record: StepRecord, earlier_records: Sequence[StepRecord]) -> None:
         assert record.out_of_memory is not None

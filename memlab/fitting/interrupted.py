@@ -8,11 +8,7 @@ _Found = TypeVar("_Found")
 
 
 class Interrupted(KeyboardInterrupt, Generic[_Found]):
-    """An end by Ctrl-C, or by the error that is its cause.
-
-    Args:
-        found: What there is so far.
-    """
+    """An end by Ctrl-C, or by the error that is its cause."""
 
     def __init__(self, found: _Found) -> None:
         super().__init__()

@@ -252,9 +252,6 @@ class _Frontier:
 
         A module that was only tried together with others gets what they do not account for: the base peaks at 100 MiB,
         ``core_attn`` saves 10, and with ``attn_proj`` the peak is 85, so ``attn_proj`` saves 15 - 10 = 5.
-
-        Args:
-            place: Of the rank, among the scenarios.
         """
         saved: dict[str, float] = {}
         transferred: dict[str, int] = {}

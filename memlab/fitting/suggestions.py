@@ -21,9 +21,6 @@ Cost = tuple[float, int]
 def suggestions(estimate: StepEstimate) -> list[Suggestion]:
     """Returns the peaks that a step which ran out of memory would have had under other settings.
 
-    Args:
-        estimate: Of the step.
-
     Returns:
         Each setting once: those that were measured at this workload, then the others; each by cost, first what
         recomputes nothing, then by recomputed FLOPs and by bytes transferred. None of them is refused by

@@ -17,10 +17,6 @@ _KEY = re.compile(r"\s*([\w.\-]{1,200})\s*=")
 def read_toml(text: str, name: str) -> Entries:
     """Returns the keys of a file.
 
-    Args:
-        text: Of the file.
-        name: Of the file, for messages.
-
     Raises:
         ValueError: If it is no TOML.
     """

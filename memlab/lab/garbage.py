@@ -18,11 +18,7 @@ _NEVER = 2**31 - 1
 
 
 class Garbage:
-    """Collects garbage between the steps of one lab.
-
-    Args:
-        meter: The lab's.
-    """
+    """Collects garbage between the steps of one lab."""
 
     def __init__(self, meter: Meter) -> None:
         self._storages = None if meter.repeater is None else meter.repeater.storages

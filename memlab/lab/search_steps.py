@@ -46,11 +46,6 @@ class SimulatedSteps:
     (`Lab.start_over`), or another one is opened where it cannot. What earlier steps have left in the allocator could
     otherwise change peaks (by up to 15.7 MB of 68 GB, `labs/LOG.md`, 2026-11-24, night), and let a step fit where it
     would not in a new process.
-
-    Args:
-        open_lab: Opens a lab.
-        forward_only: Whether to take passes without backward.
-        on_progress: As for `Lab.step`.
     """
 
     def __init__(

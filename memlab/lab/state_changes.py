@@ -22,11 +22,7 @@ class ModelLost(RuntimeError):  # noqa: N818  # what happened, not a kind of err
 
 
 class StateChanges:
-    """Changes the training state of a lab's model.
-
-    Args:
-        model: The model.
-    """
+    """Changes the training state of a lab's model."""
 
     def __init__(self, model: LabModel) -> None:
         self._model = model

@@ -18,11 +18,7 @@ from memlab.record.timeline import Timeline
 
 
 class StepRecords:
-    """Makes the records of a model's steps.
-
-    Args:
-        model: The model.
-    """
+    """Makes the records of a model's steps."""
 
     def __init__(self, model: LabModel) -> None:
         self._model = model

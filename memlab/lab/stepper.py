@@ -27,11 +27,7 @@ from memlab.replay.plan import Circumstances, Plan
 
 
 class Stepper:
-    """Takes the steps of a model.
-
-    Args:
-        model: The model.
-    """
+    """Takes the steps of a model."""
 
     def __init__(self, model: LabModel) -> None:
         self.model, self._records = model, StepRecords(model)

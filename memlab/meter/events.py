@@ -21,11 +21,7 @@ _DEVICE, _HOST, _RESERVED = (POOLS.index(name) for name in ("device", "host", "r
 
 
 class EventLog:
-    """Events since `begin`, with the labels of their moments.
-
-    Args:
-        labels: Say where the program is.
-    """
+    """Events since `begin`, with the labels of their moments."""
 
     def __init__(self, labels: Labels) -> None:
         self.events: list[Any] = []

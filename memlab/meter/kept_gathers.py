@@ -19,11 +19,7 @@ of the GPU, probably by as many launches as CUDA's queue holds."""
 
 
 class KeptGathers:
-    """Follows the tensors of the collectives of one step.
-
-    Args:
-        log: The step's events.
-    """
+    """Follows the tensors of the collectives of one step."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -61,9 +57,6 @@ class KeptGathers:
         H200s had 392 MiB of a step's gathers at the peak of the next (steps of 0.07 s;
         ``labs/results/h200x2_plain_megatron_fp8.jsonl``). Gathers of earlier steps are not counted, of which steps
         shorter than that may keep some.
-
-        Args:
-            columns: Of the step.
         """
         if not self.kept:
             return 0

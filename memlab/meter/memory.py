@@ -15,11 +15,7 @@ from memlab.meter.events import EventLog
 
 
 class PlainMemory:
-    """Device and host memory of one meter, in which a storage takes what it asks for.
-
-    Args:
-        log: Knows how much is allocated.
-    """
+    """Device and host memory of one meter, in which a storage takes what it asks for."""
 
     replacements: Mapping[str, Any] = {}
     """Names of torch that are replaced while the meter watches, with what replaces them."""

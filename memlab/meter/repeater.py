@@ -32,14 +32,7 @@ _Others = Mapping[Role, StorageAllocation | tuple[Replay, int]]
 
 
 class Repeater:
-    """Repeats events of one simulated meter.
-
-    Args:
-        labels: Of the meter.
-        log: The meter's.
-        memory: The meter's.
-        storages: The meter's.
-    """
+    """Repeats events of one simulated meter."""
 
     def __init__(self, labels: Labels, log: EventLog, memory: CachingMemory, storages: Storages) -> None:
         self.log, self.memory, self.storages = log, memory, storages

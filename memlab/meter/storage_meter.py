@@ -156,12 +156,7 @@ class StorageMeter:
 
 
 def plain_meter(labels: Labels, answer: Answer = computed) -> StorageMeter:
-    """Returns a meter of memory in which a storage takes what it asks for.
-
-    Args:
-        labels: Say what each storage is for.
-        answer: Returns the results of operations.
-    """
+    """Returns a meter of memory in which a storage takes what it asks for."""
     log = EventLog(labels)
     storages = Storages(labels, log, PlainMemory(log))
     return StorageMeter(labels, storages, lambda: ObserveResults(storages.after_operation, answer))

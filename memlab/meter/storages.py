@@ -30,13 +30,7 @@ _BIRTH = attrgetter("birth")
 
 
 class Storages:
-    """Follows the storages that it is told of.
-
-    Args:
-        labels: Say what each storage is for.
-        log: Gets the events.
-        memory: Gives each storage its bytes.
-    """
+    """Follows the storages that it is told of."""
 
     def __init__(self, labels: Labels, log: EventLog, memory: PlainMemory | CachingMemory) -> None:
         self.live: dict[int, StorageAllocation] = {}

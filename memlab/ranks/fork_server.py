@@ -72,11 +72,7 @@ class _Request:
 
 
 class _ForkServer:
-    """Imports what the processes need, and forks them from the main thread, while there is no other one.
-
-    Args:
-        address: Where it listens.
-    """
+    """Imports what the processes need, and forks them from the main thread, while there is no other one."""
 
     def __init__(self, address: str) -> None:
         os.close(os.pidfd_open(os.getpid()))  # a container may refuse it: then engines start their processes themselves

@@ -19,11 +19,6 @@ def write_record(folder: Path | str, values: dict[str, Any], timeline: Timeline 
     ``record.json`` appears last and at once, so no reader finds half a record, or one with another's timeline. Of
     two processes that save to the same folder, the second is refused.
 
-    Args:
-        folder: Where to.
-        values: Everything but the timeline, JSON-ready.
-        timeline: The timeline, if there is one.
-
     Raises:
         ValueError: If the folder has a record already, or cannot be written to.
         OSError: If the disk is full. Nothing of the record is left then.

@@ -112,12 +112,7 @@ class StepRecord:
 
     @classmethod
     def from_timeline(cls, timeline: Timeline, **others: Any) -> StepRecord:
-        """Builds a record, and takes from the timeline every number that it contains.
-
-        Args:
-            timeline: The timeline of the step.
-            **others: The other fields.
-        """
+        """Builds a record, and takes from the timeline every number that it contains."""
         scanned = timeline.scanned()
         peak = scanned.peak_index()
         reserved_bytes = scanned.bytes_at(peak, "reserved")

@@ -167,12 +167,7 @@ def _changes(baseline: Measured, now: Measured, before: RecordMeasured, after: R
 
 
 def _flat(scenario: Mapping[str, Any], *, without: Container[str]) -> dict[str, Any]:
-    """Returns a scenario with the values of its parts as fields; what an older memlab did not have is usual.
-
-    Args:
-        scenario: A scenario as JSON.
-        without: Parts and fields to leave out.
-    """
+    """Returns a scenario with the values of its parts as fields; what an older memlab did not have is usual."""
     flat = {name: value for name, value in scenario.items() if name not in _PARTS}
     for part, usual in _PARTS.items():
         if part not in without:

@@ -27,12 +27,7 @@ _GROUP = "megatron.core.distributed.param_and_grad_buffer._ParamAndGradBucketGro
 
 
 class Communication:
-    """The communication of one model's passes.
-
-    Args:
-        live: The model.
-        meter: Its meter.
-    """
+    """The communication of one model's passes."""
 
     def __init__(self, live: LiveModel, meter: Repeater) -> None:
         self._meter = meter

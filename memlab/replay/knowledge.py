@@ -113,12 +113,7 @@ class Knowledge:
         return Key("without graph", unit.kind, spec_of(given))
 
     def backward(self, one: Pass, *, is_latest: bool) -> Key:
-        """Returns what decides about a backward pass.
-
-        Args:
-            one: The pass.
-            is_latest: As `PassesOfStep.is_latest`.
-        """
+        """Returns what decides about a backward pass."""
         unit, step = one.unit, self.step
         follows_backward = step.refills and step.overlaps and bool(self.retention.of(unit))
         circumstances = one.number > 0, is_latest, follows_backward, one.copies_allocated

@@ -50,13 +50,7 @@ from memlab.upstream.patching import patched
 
 
 class LayerReplay:
-    """Steps a layer, or replays what equal layers did.
-
-    Args:
-        live: The model.
-        labels: Its labels.
-        meter: Its meter.
-    """
+    """Steps a layer, or replays what equal layers did."""
 
     def __init__(self, live: LiveModel, labels: Labels, meter: Repeater) -> None:
         self._live, self._labels, self._meter, self._units = live, labels, meter, Units(live, labels)

@@ -72,11 +72,7 @@ class Saved:
 
 
 class RepeatedCalls:
-    """Notes the calls of a step's stepped passes, and makes those of its replayed ones.
-
-    Args:
-        meter: The model's meter.
-    """
+    """Notes the calls of a step's stepped passes, and makes those of its replayed ones."""
 
     def __init__(self, meter: Repeater) -> None:
         self._meter = meter

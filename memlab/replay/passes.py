@@ -199,11 +199,7 @@ class Known:
 
 
 class PassesOfStep:
-    """The step under way, and its passes in flight: those whose backward has not ended.
-
-    Args:
-        live: The model.
-    """
+    """The step under way, and its passes in flight: those whose backward has not ended."""
 
     def __init__(self, live: LiveModel) -> None:
         layout = live.scenario.layout

@@ -49,13 +49,7 @@ class Recorder:
     """Whether a pass is stepped: what is called then is a part of it."""
 
     def forward(self, one: Pass, given: torch.Tensor, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Steps a forward pass.
-
-        Args:
-            one: The pass.
-            given: Its input.
-            step: Steps it, and returns its output.
-        """
+        """Steps a forward pass."""
         unit, meter, knowledge = one.unit, self.meter, self.knowledge
         key, known = knowledge.forward(one, given), self._roles_of_others(one)
         in_flight, reference = self.step.previous(one), knowledge.freed(key)

@@ -25,13 +25,7 @@ from memlab.replay.update import UpdateReplay
 
 
 class StepReplay(NoReplay):
-    """Replays parts of the steps of one simulated model.
-
-    Args:
-        live: The model.
-        labels: The model's labels.
-        meter: The model's meter.
-    """
+    """Replays parts of the steps of one simulated model."""
 
     def __init__(self, live: LiveModel, labels: Labels, meter: Repeater) -> None:
         self.is_on = True

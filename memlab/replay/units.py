@@ -25,12 +25,7 @@ recompute steps only some in the checkpoints that backward reaches first."""
 
 
 class Units:
-    """Divides the layers of a model into units.
-
-    Args:
-        live: The model.
-        labels: Its labels.
-    """
+    """Divides the layers of a model into units."""
 
     def __init__(self, live: LiveModel, labels: Labels) -> None:
         self._labels, self.layers = labels, live.layers

@@ -44,12 +44,7 @@ class _FirstUpdate:
 
 
 class UpdateReplay:
-    """Updates the parameters of one model, or replays an earlier update.
-
-    Args:
-        labels: The model's labels.
-        meter: Its meter.
-    """
+    """Updates the parameters of one model, or replays an earlier update."""
 
     def __init__(self, labels: Labels, meter: Repeater) -> None:
         self._labels, self._meter = labels, meter

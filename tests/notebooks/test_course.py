@@ -135,6 +135,21 @@ def test_slides_have_a_lab_s_sections_and_figures_and_no_code(name: str, about_t
     assert "to the exercises" not in page and "lab.step(" not in page
 
 
+def test_a_table_comes_before_the_text_that_stands_after_it_and_printed_lines_share_a_slide() -> None:
+    text = "## Cost\n\nFLOPs per token:\n\n| mlp |\n| --- |\n| 6hf |\n\nThe last column is a ratio.\n\n| moe |\n| --- |\n| 2hE |"
+    printed = [nbformat.v4.new_output("stream", text=line) for line in ("plain: 18\n", "aware: 16\n")]
+    cells = [nbformat.v4.new_code_cell("", metadata={"tags": ["parameters"]}), nbformat.v4.new_markdown_cell(text)]
+    cells.append(nbformat.v4.new_code_cell(outputs=printed))
+    page = slides_of(nbformat.v4.new_notebook(cells=cells)).partition('class="slides"')[2]
+    slides = [html.unescape(re.sub("<[^>]*>", "", each)) for each in re.split("<section>", page)]
+    of = {
+        part: next(place for place, each in enumerate(slides) if part in each)
+        for part in ("Cost", "6hf", "ratio", "2hE")
+    }
+    assert of["Cost"] == of["6hf"] < of["ratio"] < of["2hE"]
+    assert any("plain: 18\naware: 16" in each for each in slides)
+
+
 def test_a_slide_has_whole_paragraphs() -> None:
     """A sentence left out can be the one to which the next refers: *it* and *the first* here."""
     texts = [

@@ -493,6 +493,7 @@ EXERCISES = {
                 # They lower the start of the step, and not the spike.
                 step(f"MemorySettings({AWAY_IN_THE_STEP.removeprefix(', ')})"),
                 selective("mlp", others=", offload_optimizer=True"),
+                selective("mlp", others=', checkpoint_input_remedy="detach"'),
                 shorter(step("MemorySettings()")),
             ),
             also_right=(

@@ -119,6 +119,14 @@ WRONG_MOVES = {
     "nothing": ("pass", "pass", "Hint: your release frees no byte: empty the storage of each grad_data with resize_(0)."),
     "arithmetic": (RELEASE, LOAD.replace(".zero_()", " *= 0"), "'grad_data' and 'int'): grad_data.zero_() fills it with zeros"),
     "the experts forgotten": (RELEASE.replace(ALL, "model.buffers"), LOAD, "held by expert_parallel_buffers.grad_data"),
+    "only the first buffer of each list": (
+        RELEASE.replace(ALL, "[model.buffers[0], model.expert_parallel_buffers[0]]"), LOAD, "a list can have several buffers",
+    ),
+    "only the first buffer of each list loaded": (
+        RELEASE,
+        LOAD.replace(ALL, "[model.buffers[0], model.expert_parallel_buffers[0]]"),
+        "a list can have several buffers",
+    ),
     "only the experts": (RELEASE.replace(ALL, "model.expert_parallel_buffers"), LOAD, "held by buffers.grad_data"),
     "the experts not loaded": (RELEASE, LOAD.replace(ALL, "model.buffers"), "after load, the audit finds: gradients"),
     "the inverted condition": (RELEASE, LOAD.replace("== 0", "> 0"), "load, before anything was released: your"),
@@ -362,6 +370,14 @@ WRONG_SYNCS = {
         "returns its two numbers in the wrong order, must be the load's and then the offload's",
     ),
     "the seconds of the check's line": (READ_OFF, "over a slower link, with param_offload: the load took 0.101 s"),
+    "the load timed from after its call": (
+        SYNC.replace("    started = trainer.time()\n    trainer.load(load_grad=False)\n", "    trainer.load(load_grad=False)\n    started = trainer.time()\n"),
+        "the load took 0.1 s by your timer, and its copy 0.101 s: start the timer before the call",
+    ),
+    "the offload timed from after its call": (
+        SYNC.replace("    started = trainer.time()\n    trainer.offload()\n", "    trainer.offload()\n    started = trainer.time()\n"),
+        "the offload took 0.15 s by your timer, and its copy 0.151 s: start the timer before the call",
+    ),
     "the notebook's clock": (
         "from time import time\n" + SYNC.replace("trainer.time()", "time()").strip(), "no other clock sees these copies"
     ),
@@ -494,6 +510,41 @@ WRONG_KINDS = {
         "your function says retention, which is wrong",
     ),
     "first and last": (KIND_OF.replace("starts[-2]", "starts[0]"), "your function says leak, which is wrong"),
+    "no leak that falls in between": (
+        KIND_OF.replace("0.05 * rise", "0.05 * rise and all(b >= a for a, b in zip(starts, starts[1:]))"),
+        "your function says growth, which is wrong",
+    ),
+    "four rises": (
+        KIND_OF.replace("0.05 * rise", "0.05 * rise and len(set(starts)) > 4"),
+        "your function says growth, which is wrong",
+    ),
+    "the rise before the last step": (
+        KIND_OF.replace("rise = starts[-1]", "rise = starts[-2]"),
+        "your function says spike, which is wrong",
+    ),
+    "a leak whose first rise is not the largest": (
+        KIND_OF.replace("0.05 * rise", "0.05 * rise and starts[1] - starts[0] < rise / 2"),
+        "your function says growth, which is wrong",
+    ),
+    "the lowest start": (
+        KIND_OF.replace("rise = starts[-1] - starts[0]", "rise = starts[-1] - min(starts)"),
+        "which is wrong",
+    ),
+    "1 % of the highest start": (KIND_OF.replace("0.01 * starts[0]", "0.01 * max(starts)"), "which is wrong"),
+    "1.2 %": (KIND_OF.replace("0.01", "0.012"), "your function says spike, which is wrong"),
+    "0.94 %": (KIND_OF.replace("0.01", "0.0094"), "your function says leak, which is wrong"),
+    "4 % of the rise": (KIND_OF.replace("0.05 * rise", "0.04 * rise"), "your function says leak, which is wrong"),
+    "6 % of the rise": (KIND_OF.replace("0.05 * rise", "0.06 * rise"), "your function says growth, which is wrong"),
+    "the first eight steps": ("steps = steps[:8]\n" + KIND_OF.strip(), "your function says spike, which is wrong"),
+    "the last eight steps": ("steps = steps[-8:]\n" + KIND_OF.strip(), "your function says spike, which is wrong"),
+    "the residuals after the first": (
+        KIND_OF.replace("for step in steps)", "for step in steps[1:])"),
+        "your function says retention, which is wrong",
+    ),
+    "the residuals before the last": (
+        KIND_OF.replace("in steps) else", "in steps[:-1]) else"),
+        "your function says retention, which is wrong",
+    ),
     "any rise at the end": (KIND_OF.replace("0.05 * rise", "1"), "your function says leak, which is wrong"),
     "a rise at the end measured by the start": (
         KIND_OF.replace("0.05 * rise", "0.001 * starts[0]"),

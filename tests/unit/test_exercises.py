@@ -48,6 +48,10 @@ def with_settings(settings: MemorySettings, **changes: Any) -> StepRecord:
     return replace(PLAIN, settings=settings, **changes)
 
 
+def with_state(**options: Any) -> StepRecord:
+    return replace(PLAIN, scenario=replace(PLAIN.scenario, state=TrainingState(**options)))
+
+
 def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture[str]) -> None:
     moved = with_settings(offload("moe_act"), offloaded_bytes_by_module={"moe_act": 1})
     assert check(PLAIN).offloads_nothing().runs_on(1).fits("80GiB")
@@ -64,8 +68,10 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
     assert check(away).leaves_on_device("parameters")
     assert check(PLAIN).with_state(exp_avg_dtype="fp32", manual_gc=False)
     assert check(away).leaves_activations_alone().adds_options_to(TrainingState(), 0)
+    fused = with_state(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
+    assert check(fused).adds_options_to(TrainingState(), 1)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 24
+    assert len(lines) == 25
     assert all(line.startswith("reached: ") for line in lines)
 
 
@@ -190,6 +196,11 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             PLAIN,
             ("adds_options_to", TrainingState(manual_gc=True), 0),
             "of the exercise: 1 (manual_gc), must be at most 0. Hint: keep those of the exercise: manual_gc.",
+        ),
+        (
+            with_state(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te", manual_gc=True),
+            ("adds_options_to", TrainingState(), 1),
+            "2 (manual_gc and cross_entropy_loss_fusion), must be at most 1. Hint: leave out what the goals do not need.",
         ),
         (
             replace(PLAIN, forward_only=True),

@@ -93,9 +93,6 @@ def job_of(
 def job_of_flags(arguments: argparse.Namespace) -> Job | None:
     """Reads the file that ``--job`` names, if there is one.
 
-    Args:
-        arguments: Of `measure`, `predict` or `search`.
-
     Raises:
         ValueError: If the file cannot be understood, or there is neither a job nor a model.
     """

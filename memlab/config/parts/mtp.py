@@ -10,11 +10,6 @@ from memlab.config.parts.part import Normalization, Weight, norm_weights
 
 
 def joining_weights(hidden_size: int, normalization: Normalization) -> tuple[Weight, ...]:
-    """Returns the norms of hidden states and embeddings, the matrix that joins them, and the norm before the logits.
-
-    Args:
-        hidden_size: Of the model.
-        normalization: The kind of its norms.
-    """
+    """Returns the norms of hidden states and embeddings, the matrix that joins them, and the norm before the logits."""
     norms = (norm_weights(f"{name}.", hidden_size, normalization) for name in ("enorm", "hnorm", "final_layernorm"))
     return *(weight for norm in norms for weight in norm), Weight("eh_proj.weight", (hidden_size, 2 * hidden_size), 0)

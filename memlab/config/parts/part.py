@@ -103,9 +103,6 @@ class Part(ABC):
     def check(self, name: str) -> None:
         """Checks the part's fields.
 
-        Args:
-            name: Of the model, for messages.
-
         Raises:
             ValueError: If a value is not of its kind or range, or two values contradict each other.
         """

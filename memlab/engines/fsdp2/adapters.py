@@ -23,12 +23,7 @@ _PIECES = 64
 
 
 def add_adapters(model: Any, scenario: Scenario) -> None:
-    """Freezes a model and adds the adapters of the scenario's training state to its linears.
-
-    Args:
-        model: transformers' own, before FSDP2 shards it.
-        scenario: With adapters.
-    """
+    """Freezes transformers' model before FSDP2 shards it, and adds the training state's adapters to its linears."""
     lora = scenario.state.lora
     assert lora is not None, "the caller asks only for adapters that there are"
     model.requires_grad_(requires_grad=False)
@@ -81,12 +76,7 @@ def _mlps(model: Any) -> Iterator[Any]:
 
 
 class PeftLinear(torch.nn.Module):
-    """A frozen linear and its adapter in fp32, which FSDP2 gathers in the type that layers compute in.
-
-    Args:
-        base_layer: The linear.
-        lora: Rank, scale and dropout.
-    """
+    """A frozen linear and its adapter in fp32, which FSDP2 gathers in the type that layers compute in."""
 
     def __init__(self, base_layer: Any, lora: LoRA) -> None:
         super().__init__()
@@ -114,12 +104,7 @@ class MatrixOfAdapter(torch.nn.Linear):
 
 
 class AutomodelLinear(torch.nn.Module):
-    """A frozen linear and its adapter, of which backward computes again what the first matrix has made.
-
-    Args:
-        base_layer: The linear.
-        lora: Rank, scale and dropout.
-    """
+    """A frozen linear and its adapter, of which backward computes again what the first matrix has made."""
 
     def __init__(self, base_layer: Any, lora: LoRA) -> None:
         super().__init__()

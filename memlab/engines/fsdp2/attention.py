@@ -51,12 +51,7 @@ def name_of(scenario: Scenario, *, on_gpu: bool, has_allocator: bool) -> str:
 
 
 def inputs_of(attention: str, scenario: Scenario) -> dict[str, Any]:
-    """Returns what transformers' model takes beside tokens: where packed sequences begin.
-
-    Args:
-        attention: What `name_of` has returned.
-        scenario: With the sequences.
-    """
+    """Returns what transformers' model takes beside tokens: where packed sequences begin."""
     lengths = scenario.sequence_lengths
     if lengths is None:
         return {}

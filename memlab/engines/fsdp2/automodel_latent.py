@@ -32,12 +32,7 @@ class ComplexRotations(torch.nn.Module):
 
 
 class LatentAttention(torch.nn.Module):
-    """Queries, keys and values from narrow latent vectors; only some channels of a head are rotated.
-
-    Args:
-        of_transformers: transformers' attention, whose matrices it takes.
-        scenario: Says which release rotates.
-    """
+    """Queries, keys and values from narrow latent vectors; only some channels of a head are rotated."""
 
     def __init__(self, of_transformers: Any, scenario: Scenario) -> None:
         super().__init__()

@@ -17,12 +17,7 @@ _LOSS_OF_BALANCE = 0.001
 
 
 def router_of(of_transformers: Any, scenario: Scenario) -> torch.nn.Module:
-    """Returns the router of a layer, whose weight is that of transformers'.
-
-    Args:
-        of_transformers: transformers' router.
-        scenario: Says which router it is.
-    """
+    """Returns the router of a layer, whose weight is that of transformers'."""
     model = scenario.architecture
     if scenario.state.fake_balanced_gate:
         assert model.num_moe_experts is not None, "a model with experts"

@@ -46,12 +46,7 @@ _NAMES = {
 
 
 class Fsdp2Engine:
-    """One rank's sharded model.
-
-    Args:
-        scenario: What to build.
-        place: Where to build it.
-    """
+    """One rank's sharded model."""
 
     spares_shared = True
 

@@ -16,11 +16,6 @@ from memlab.config.training_state import TrainingState
 class FusedAdamOfShards:
     """What the engine asks of an optimizer of torch.
 
-    Args:
-        parameters: The shards, as DTensors.
-        state: With the options of the optimizer.
-        learning_rate: Of every step.
-
     Raises:
         ValueError: If Transformer Engine is not there.
     """

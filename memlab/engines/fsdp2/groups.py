@@ -24,11 +24,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 class ShardedGroups:
-    """Implements `memlab.engines.protocol.Groups`.
-
-    Args:
-        live: The model.
-    """
+    """Implements `memlab.engines.protocol.Groups`."""
 
     def __init__(self, live: ShardedModel) -> None:
         self._live = live

@@ -41,13 +41,7 @@ def check_installed() -> None:
 
 
 def config_of(architecture: Architecture, num_layers: int, longest_sequence: int) -> Any:
-    """Returns transformers' config of an architecture's first layers.
-
-    Args:
-        architecture: A dense one.
-        num_layers: How many layers are built.
-        longest_sequence: Tokens of the longest sequence.
-    """
+    """Returns transformers' config of an architecture's first layers."""
     from transformers import AutoConfig
 
     sizes, family = architecture, FAMILIES[architecture.family]
@@ -138,11 +132,6 @@ def _of_grouped_experts(sizes: Architecture) -> dict[str, Any]:
 
 def build_model(scenario: Scenario, dtype: torch.dtype, *, attention: str) -> Any:
     """Returns transformers' own model of a scenario, in training mode, on torch's default device.
-
-    Args:
-        scenario: What to build.
-        dtype: Of the parameters.
-        attention: A name of transformers' attention functions.
 
     Raises:
         ValueError: If the architecture has parts that transformers' model of its family does not have.

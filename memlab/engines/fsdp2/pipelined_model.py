@@ -186,11 +186,7 @@ class _Stage(PipelineStage):
 
 
 class _OptimizersOfStages:
-    """The optimizers of a rank's stages, each of which drops its gradients as soon as it has used them.
-
-    Args:
-        optimizers: One for each stage.
-    """
+    """The optimizers of a rank's stages, each of which drops its gradients as soon as it has used them."""
 
     def __init__(self, optimizers: list[Any]) -> None:
         self._optimizers = optimizers

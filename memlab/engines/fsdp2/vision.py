@@ -27,14 +27,7 @@ COMPUTED_BY_MODEL = (
 
 
 def build_with_tower(tower: VisionTower, text: Any, dtype: torch.dtype, attention: str) -> Any:
-    """Returns transformers' model with its tower.
-
-    Args:
-        tower: Which one.
-        text: transformers' config of the language model.
-        dtype: Of the parameters.
-        attention: A name of transformers' attention functions.
-    """
+    """Returns transformers' model with its tower."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     of_text = text.to_dict()

@@ -49,12 +49,7 @@ from memlab.record.step_record import StepRecord
 
 
 class MegatronEngine:
-    """One rank's Megatron model.
-
-    Args:
-        scenario: What to build.
-        place: Where to build it.
-    """
+    """One rank's Megatron model."""
 
     def __init__(self, scenario: Scenario, place: Place) -> None:
         self._scenario, self._place = scenario, place

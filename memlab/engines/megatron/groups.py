@@ -14,11 +14,7 @@ from memlab.engines.megatron.fp8_caches import tensors_of_parameter
 
 
 class MegatronGroups:
-    """Implements `memlab.engines.protocol.Groups`.
-
-    Args:
-        live: The model.
-    """
+    """Implements `memlab.engines.protocol.Groups`."""
 
     def __init__(self, live: LiveModel) -> None:
         self._live = live

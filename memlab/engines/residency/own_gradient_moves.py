@@ -31,7 +31,9 @@ class OwnGradientMoves(Residency):
 
     def __init__(self, groups: Groups, buffers: Sequence[tuple[str, Any]], release: Move, load: Move) -> None:
         super().__init__(groups)
-        self._buffers = [(name, _Buffer(buffer)) for name, buffer in buffers]
+        self._buffers = [(name, _Buffer(buffer.grad_data, buffer.grad_dtype)) for name, buffer in buffers]
+        # A model of one dtype has one buffer in a list: code that forgets the others is noticed by these.
+        self._others = [(name, _Buffer(torch.zeros(8), torch.float32)) for name in {name: None for name, _ in buffers}]
         self._gradients = [buffer.gradients for _, buffer in self._buffers]
         self._release, self._load = release, load
         self._model = _Model()  # one for all calls: it keeps an attribute that a function adds
@@ -55,8 +57,8 @@ class OwnGradientMoves(Residency):
         taken = super().load([group for group in groups if group != "gradients"])
         taken |= self._moved(self._load, groups)
         if "gradients" in groups:
-            for gradients in self._gradients:
-                gradients.require_zeroed()
+            for _, buffer in [*self._buffers, *self._others]:
+                buffer.gradients.require_zeroed()
         return taken
 
     def _moved(self, move: Move, groups: Collection[str]) -> dict[str, int]:
@@ -64,7 +66,7 @@ class OwnGradientMoves(Residency):
             return {}
         before = self._num_bytes()
         for name in _LISTS:
-            setattr(self._model, name, [mine for of, mine in self._buffers if of == name])
+            setattr(self._model, name, [mine for of, mine in [*self._buffers, *self._others] if of == name])
         try:
             move(self._model)
         except TypeError as error:
@@ -72,8 +74,15 @@ class OwnGradientMoves(Residency):
                 raise
             named = f"{error}".replace("_GradDataStandIn", "grad_data").replace("_StorageStandIn", "storage")
             raise ValueError(f"your code does what needs a real tensor ({named}): {_ENOUGH}") from error
-        if any(getattr(mine, "grad_data", None) is not mine.gradients for _, mine in self._buffers):
+        if any(getattr(mine, "grad_data", None) is not mine.gradients for _, mine in [*self._buffers, *self._others]):
             raise ValueError(_REPLACED)
+        for name, other in self._others:
+            mine = [buffer.gradients.is_on_device for of, buffer in self._buffers if of == name]
+            if other.gradients.is_on_device not in mine:
+                raise ValueError(
+                    f"your code leaves out the last buffer of {name}, must go through the whole list: a list can have "
+                    "several buffers, one per dtype"
+                )
         moved = abs(self._num_bytes() - before)
         return {"gradients": moved} if moved else {}
 
@@ -95,10 +104,10 @@ class _Buffer:
     Since 0.16, megatron-core's buffer has an attribute ``grad_data_size``, which is 0 until its own offload sets it.
     """
 
-    def __init__(self, real: Any) -> None:
-        self.grad_data = self.gradients = _GradDataStandIn(real.grad_data)
-        self.grad_dtype = real.grad_dtype
-        self.numel = real.numel
+    def __init__(self, grad_data: torch.Tensor, grad_dtype: torch.dtype) -> None:
+        self.grad_data = self.gradients = _GradDataStandIn(grad_data)
+        self.grad_dtype = grad_dtype
+        self.numel = grad_data.numel()
         self.grad_data_size = 0
 
 
@@ -148,6 +157,11 @@ class _GradDataStandIn(_StandIn):
     @property
     def nbytes(self) -> int:
         return self.numel() * self.element_size()
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether all of its memory is there."""
+        return self.storage_bytes >= self.nbytes
 
     @property
     def storage_bytes(self) -> int:

@@ -56,9 +56,6 @@ class Residency:
 
     A group's host buffer is allocated at the group's first offload and then kept, pinned, until `forget`: pinning new
     memory at each offload doubles the host memory for a moment (verl #6193).
-
-    Args:
-        groups: Of the model.
     """
 
     def __init__(self, groups: Groups) -> None:

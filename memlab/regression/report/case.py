@@ -48,13 +48,7 @@ def section(result: CaseResult, body: str, common_changes: str, *, is_open: bool
 
 
 class CaseBodies:
-    """What is inside of the sections of a run's cases.
-
-    Args:
-        folder: Holds the cases' folders.
-        backend: The run's.
-        history: The kept runs before it.
-    """
+    """What is inside of the sections of a run's cases."""
 
     def __init__(self, folder: Path, backend: str, history: History) -> None:
         self._folder = folder

@@ -17,12 +17,7 @@ _WHAT = "Settings and training state to begin with; what a search found is in th
 
 
 class PresetChoice:
-    """A list that sets the controls, and names what they show; a button goes back to plain. `box` is the widget.
-
-    Args:
-        state: What it shows and changes.
-        search: Its front is in the list.
-    """
+    """A list that sets the controls, and names what they show; a button goes back to plain. `box` is the widget."""
 
     def __init__(self, state: LabState, search: SearchState) -> None:
         self._state, self._search = state, search

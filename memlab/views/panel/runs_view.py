@@ -38,12 +38,7 @@ _SHOWN_IN_TABLE = ["runs", "shown", "pinned", "rank", "pinned_rank", "export_fol
 
 
 class RunsView:
-    """The table and its buttons. `box` is the widget; each button calls a method that works without widgets.
-
-    Args:
-        state: What it shows and changes.
-        *others: Further buttons below the table.
-    """
+    """The table and its buttons. `box` is the widget; each button calls a method that works without widgets."""
 
     def __init__(self, state: LabState, *others: Any) -> None:
         self._state = state

@@ -78,8 +78,8 @@ def guess_and_result(guessed: str, result: float | str, unit: str = "", question
     """Says in one line what the result is, what was guessed, and how far the guess is off.
 
     A guess in words is right if its words are those of the result, and wrong if it is another of the answers that the
-    question names, or says of the result that it is not so. Whether other words mean the same as the result, the reader
-    decides.
+    question names, or another number, or says of the result that it is not so. Whether other words mean the same as the
+    result, the reader decides, and the line says so.
     """
     shown = f"result: {amount(result, unit)}"
     if not guessed.strip():
@@ -97,6 +97,7 @@ def guess_and_result(guessed: str, result: float | str, unit: str = "", question
     return f"{shown}; your guess: {amount(number, unit)}{distance}"
 
 
+_UNDECIDED = " (compare the two yourself, or answer in words of the question)"
 _FILLERS = {"", "a", "an", "at", "do", "in", "is", "it", "the"}
 _NEGATIONS = {"not", "never", "cannot", "neither", "nor", "except", "but", "without"}
 _SPELLINGS = {"y": "yes", "n": "no", "does": "do"}
@@ -107,17 +108,19 @@ def _verdict(guessed: str, result: str, question: str) -> str:
     in_order = [_words(text) for text in (_spelled_out(guessed, question), result, question)]
     guess, right, asked = (set(words) - _FILLERS for words in in_order)
     if not guess:
-        return ""
+        return _UNDECIDED
     if bool(guess & _NEGATIONS) != bool(right & _NEGATIONS):
         opposite = guess - _NEGATIONS <= right - _NEGATIONS or guess <= asked
-        return " (wrong)" if opposite else ""
+        return " (wrong)" if opposite else _UNDECIDED
     own, other = ("".join(words).replace("_", "") for words in in_order[:2])
     is_one_word = own == other  # handover, hand over and hand_over
     names_it = right <= guess and not (guess - right) & (asked | {"or"})
     if is_one_word or names_it or guess <= right:
         # The word "rank" alone does not say which one.
-        return " (right)" if all(word in guess for word in right if word.isdigit()) else ""
-    return " (wrong)" if guess <= asked else ""
+        return " (right)" if all(word in guess for word in right if word.isdigit()) else _UNDECIDED
+    numbers = {word for word in guess if word.isdigit()}
+    is_another_number = numbers and not numbers & right and guess - numbers < right
+    return " (wrong)" if guess <= asked or is_another_number else _UNDECIDED
 
 
 def _spelled_out(guessed: str, question: str) -> str:

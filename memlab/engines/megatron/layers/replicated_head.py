@@ -15,12 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class ReplicatedHead(torch.nn.Linear):
-    """Maps hidden states to outputs in fp32; each tensor parallel rank has the whole weight, in the model's type.
-
-    Args:
-        num_labels: Outputs for each token.
-        config: Of the model.
-    """
+    """Maps hidden states to outputs in fp32; each tensor parallel rank has the whole weight, in the model's type."""
 
     def __init__(self, num_labels: int, config: TransformerConfig) -> None:
         on_device: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
