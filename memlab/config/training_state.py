@@ -700,8 +700,8 @@ class TrainingState:
     model_classes: ModelClasses = option(
         "transformers",
         "whose classes the model is built of: those of transformers (the default), or NeMo Automodel's own of Llama, "
-        "Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V3 and gpt-oss, as in August 2026 (automodel) or as released "
-        "(automodel_0.7.0)",
+        "Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V3, GLM-4.5, GLM-4.7-Flash and gpt-oss, as in August 2026 (automodel) or as "
+        "released (automodel_0.7.0, without the last three)",
         **_HIDDEN_MODEL_OF_FSDP2,
     )
     """`memlab.engines.fsdp2.automodel_classes` and `memlab.engines.fsdp2.automodel_experts` have them."""

@@ -68,6 +68,7 @@ _RECIPES = ("TrainFinetuneRecipeForNextTokenPrediction", "BenchmarkingRecipeForN
 _CAUSAL = "NeMoAutoModelForCausalLM"
 _POLICY = "distributed.mp_policy"
 _CHECKPOINTING = "distributed.activation_checkpointing"
+_ATTENTION = "model.attn_implementation"
 _NORM = "torch_fp32"
 """The kind of norms that Automodel's own classes have by default: compiled, and computed in fp32."""
 _LONGEST = ("dataset.seq_length", "dataset.seq_len", "dataloader.collate_fn.max_length")
@@ -196,7 +197,7 @@ FRAMEWORK_MISSING = (
     Missing("loss_fn.fp32_upcast", "less", _WHOLE_LOGITS, lambda value: value is False),
     Missing("loss_fn.logit_softcapping", "more", "capped logits, and what their backward needs", is_given),
     Missing("model.output_hidden_states", "more", "the hidden states of all layers stay until backward ends"),
-    Missing("model.attn_implementation", "more", "attention keeps the scores of all heads",
+    Missing(_ATTENTION, "more", "attention keeps the scores of all heads",
             lambda value: value == "eager"),
     Missing(f"{_POLICY}.output_dtype", "more", "each layer returns its hidden states in fp32",
             lambda value: "32" in str(value)),
@@ -453,6 +454,9 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     take_chunks(reading, architecture)
     if is_of_transformers or not _has_own_class(architecture):
         check_family(reading, architecture)
+        if reading.get(_ATTENTION) == "eager" and not FAMILIES[architecture.family].dropout.get("attention_dropout"):
+            reading.take(_ATTENTION, "attn_implementation", "eager")
+            reading.not_modelled = [one for one in reading.not_modelled if one.key != _ATTENTION]
         if reading.get("model.use_liger_kernel", default=True):
             reading.miss("model.use_liger_kernel", "less", "where it is installed, Liger's norms and MLPs keep less")
         return
