@@ -314,6 +314,9 @@ def _beneath(transformer: str, ddp_key: str | None, optimizer: str) -> dict[str,
             prefix=f"{transformer}.",
         )
         | _for(_OF_LATENT_ATTENTION, *_LATENT, prefix=f"{transformer}.")
+        | _for(_LATER, *_OF_MAIN, "logit_dtype", prefix=f"{transformer}.")
+        | ({} if ddp_key is None else {f"{ddp_key}.megatron_fsdp_version": _LATER})
+        | {f"{optimizer}.muon_use_syrk": _LATER}
         | _for(
             older, "moe_use_legacy_grouped_gemm", "moe_extended_tp", "async_tensor_model_parallel_allreduce",
             prefix=f"{transformer}.",
@@ -347,6 +350,14 @@ _OF_A_LOG = (
     "grpo_samples_per_iteration", "virtual_pipeline_model_parallel_size", "world_size", "cpu_offloading",
     "use_custom_fsdp",
 )  # fmt: skip
+_LATER = "main of August 2026 has it"
+_OF_MAIN = (
+    "batch_invariant_backend", "enable_mhc_connections", "gdp_cutedsl_kernel", "gdp_num_chunk_states_to_recompute",
+    "gdp_num_householder", "gtp_remat_opt_in_modules", "mhc_init_gating_factor", "mhc_num_residual_streams",
+    "mhc_recompute_layer_num", "mhc_sinkhorn_iterations", "moe_combine_bwd_dtype", "moe_dispatch_fwd_dtype",
+    "moe_use_grouped_tensor", "mtp_hsm",
+)  # fmt: skip
+"""Of TransformerConfig."""
 _IN_CODE = "memlab's module looks at it in code, with other arguments"
 _MEGATRON_LM = (
     dict.fromkeys(_OF_A_LOG, "set when the job starts; a log has it")
@@ -364,6 +375,7 @@ _MEGATRON_LM = (
     )
     | _for("memlab's code reads it with the pattern", "is_hybrid_model", "hybrid_attention_ratio", "hybrid_mlp_ratio")
     | _for("a field of hybrid models' configuration", "mamba_chunk_size")
+    | _for(_LATER, *_OF_MAIN, "megatron_fsdp_version", "muon_use_syrk", "logit_dtype", "output_logit_dtype")
 )  # fmt: skip
 _SWIFT_3 = (
     "activation_func_clamp_value", "add_qkv_bias", "attention_dropout", "deterministic_mode", "hidden_dropout", "load",
@@ -386,7 +398,8 @@ _OF_PROVIDERS = (
 _OF_OTHER_VERSIONS = "of megatron-core 0.16.1, or of a model's provider"
 _LATENT = (
     "kv_lora_rank", "mla_down_proj_fusion", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "rope_type",
-    "v_head_dim",
+    "v_head_dim", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+    "cache_mla_latents",
 )  # fmt: skip
 _OF_LATENT_ATTENTION = "of the configuration of models with latent attention (MLATransformerConfig)"
 _READ_WITH_ADAPTERS = "the table has no row: memlab's code reads it where the job trains adapters"
@@ -396,13 +409,11 @@ _MXFP8_BUFFER = "reuse_grad_buf_for_mxfp8_param_ag"
 _NEMO = "policy.megatron_cfg"
 _CORE, _BRIDGE = "megatron-core==0.19.2", "megatron-bridge==0.6.2"
 _VARIABLE = "a variable of the environment, in an open mapping"
-_LATER = "main of August 2026 has it"
 _EARLIER = "earlier versions have it"
 _LOG_PROBS = "the framework computes log-probabilities itself"
 _CORE_ATTENTION = "Megatron-Core takes core_attn where none is given"
 _OWN_KEY = "the framework sets it from a key of its own"
 _ACTOR = "actor_rollout_ref.actor"
-_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ASYNC_SAVE = ("async_dist_ckpt_save", "async_dist_ckpt_strategy", "async_save_prestage_to_cpu")
 
 
@@ -475,7 +486,7 @@ ADAPTERS = {
         expected=_beneath("model", "ddp", "optimizer")
         | _for("of hybrid models' providers", "model.hybrid_layer_pattern")
         | _for("the published model's own config sets it", "model.gated_linear_unit", "model.normalization")
-        | _for(_VARIABLE, "ENV_VARS", "ENV_VARS.*", *(f"env_vars.{name}" for name in _ALLOCATOR), "env_vars.NVTE_*")
+        | _for(_VARIABLE, "ENV_VARS*", "env_vars.*")
         | _for("Megatron-Bridge writes it into run_config.yaml", "data_parallel_size", "world_size")
         | _for("flags of torchrun and of run_recipe.py", "nnodes", "nproc_per_node", "recipe")
         | _headed("bridge_dataset", "not of 0.6.2's classes", prefix="dataset.")
@@ -525,11 +536,14 @@ ADAPTERS = {
             "copies that a resolved configuration has", "actor_rollout_ref.rollout.mtp.*",
             "actor_rollout_ref.rollout.qat.*",
         )
-        | _for("arguments of the engine, in an open mapping", "actor_rollout_ref.rollout.engine_kwargs.*")
+        | _for(
+            "arguments of the engine or of the sender of weights, in an open mapping", "engine_kwargs.*",
+            "checkpoint_engine.engine_kwargs.*", prefix="actor_rollout_ref.rollout.",
+        )
         | _for("of the rollout's class, for TensorRT-LLM", "actor_rollout_ref.rollout.moe_tensor_parallel_size")
         | _for("of a branch of verl", "critic.megatron.offload.*")
         | _for("read of a job that trains with FSDP", f"{_ACTOR}.fsdp_config.use_orig_params")
-        | _for(_VARIABLE, *_ALLOCATOR, prefix="ray_kwargs.ray_init.runtime_env.env_vars."),
+        | _for(_VARIABLE, "ray_kwargs.ray_init.runtime_env.env_vars.*"),
     ),
     "verl-sft": Adapter(
         packages=("verl==0.9.1", _BRIDGE, _CORE),
@@ -590,6 +604,7 @@ ADAPTERS = {
         | _for("derived from the model's own type", "bf16")
         | _for(_OF_OTHER_VERSIONS, *_OLDER_CORE, *_OF_PROVIDERS, prefix="megatron_extra_kwargs.")
         | _for(_OF_LATENT_ATTENTION, *_LATENT, prefix="megatron_extra_kwargs.")
+        | _for(_LATER, *_OF_MAIN, prefix="megatron_extra_kwargs.")
         | _for(
             "ms-swift has it in megatron_extra_kwargs only", "cuda_graph_impl", "moe_router_force_load_balancing",
             "moe_router_fusion", "attention_output_gate", "experimental_attention_variant", "linear_attention_freq",
@@ -631,6 +646,7 @@ ADAPTERS = {
         | _for("every job names its model", "policy.model_name")
         | _for(_OF_OTHER_VERSIONS, *_OLDER_CORE, *_OF_PROVIDERS, prefix=f"{_NEMO}.model_overrides.")
         | _for(_OF_LATENT_ATTENTION, *_LATENT, prefix=f"{_NEMO}.model_overrides.")
+        | _for(_LATER, *_OF_MAIN, prefix=f"{_NEMO}.model_overrides.")
         | _for(
             "NeMo-RL derives it from fp8_cfg", f"{_NEMO}.optimizer.{_MXFP8_BUFFER}",
             f"{_NEMO}.distributed_data_parallel_config.{_MXFP8_BUFFER}",
@@ -646,8 +662,9 @@ ADAPTERS = {
             prefix=f"{_NEMO}.model_overrides.",
         )
         | _for("of megatron-core 0.16.1", f"{_NEMO}.optimizer.muon_use_nesterov")
+        | _for(_LATER, f"{_NEMO}.optimizer.muon_use_syrk")
         | _for("of Megatron-LM's development branch", f"{_NEMO}.optimizer.offload_optimizer_states")
-        | _for(_VARIABLE, f"{_NEMO}.env_vars.PYTORCH_ALLOC_CONF")
+        | _for(_VARIABLE, f"{_NEMO}.env_vars.*")
         | _for(
             "setup.py reads it, and no example has it", f"{_NEMO}.layernorm_epsilon",
             "policy.offload_optimizer_for_refit",

@@ -465,13 +465,15 @@ class Layout:
     def from_text(cls, text: str) -> Layout:
         """Returns the layout of a text as `str` writes it, such as ``"TP2 DP4"``, or ``"one rank"`` for a single rank.
 
+        ``"tp2 dp4"`` is the same.
+
         Raises:
             ValueError: If a word is not a size of a layout, or the sizes break a rule.
         """
         sizes: dict[str, Any] = {}
         for word in text.split() if text != _ONE_RANK else ():
-            match = re.fullmatch(r"([A-Z]+)(\d{1,6})", word, re.ASCII)
-            if word == _WHOLE_SEQUENCES and "sequence_parallel" not in sizes:
+            match = re.fullmatch(r"([A-Z]+)(\d{1,6})", word.upper(), re.ASCII)
+            if word.upper() == _WHOLE_SEQUENCES and "sequence_parallel" not in sizes:
                 sizes["sequence_parallel"] = False
                 continue
             name, equals, value = word.partition("=")

@@ -215,7 +215,7 @@ def checked_modules(one: Option, value: object) -> tuple[str, ...] | None:
     """Returns a list of modules in the order of its option's choices.
 
     Raises:
-        RuleError: If it is no list of them, or empty.
+        RuleError: If it is no list of them, or empty where the default is another one.
     """
     name, choices = one.name, one.choices
     if value is None:
@@ -228,7 +228,7 @@ def checked_modules(one: Option, value: object) -> tuple[str, ...] | None:
         )
         raise RuleError(f"{name} is {shortened(value)}, must be a list of module names: {remedy}", name)
     given = list(value)
-    if not given:
+    if not given and one.default != ():
         raise RuleError(
             f"{name} is an empty list: name at least one of {', '.join(choices)}, or leave {name} out", name
         )

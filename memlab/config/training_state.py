@@ -818,22 +818,13 @@ class TrainingState:
     """Adapters of low rank, which alone are trained; None trains the model. Its options are ``lora_rank`` and so on."""
 
     def __post_init__(self) -> None:
-        of_graphs = options_of(TrainingState)["cuda_graph_modules"]
-        object.__setattr__(self, of_graphs.name, checked_modules(of_graphs, self.cuda_graph_modules))
+        for name in ("cuda_graph_modules", "tp_comm_overlap_ring_exchange"):
+            object.__setattr__(self, name, checked_modules(options_of(TrainingState)[name], getattr(self, name)))
         check_options(self)
         self._check_optimizer()
         self._check_loss()
         self._check_fp8()
         self._check_lora()
-        ring = self.tp_comm_overlap_ring_exchange
-        if not isinstance(ring, (tuple, list)) or any(name not in RING_EXCHANGES for name in ring):
-            raise RuleError(
-                f"tp_comm_overlap_ring_exchange is {shortened(ring)}, must be some of {', '.join(RING_EXCHANGES)}: "
-                "leave the others out",
-                "tp_comm_overlap_ring_exchange",
-            )
-        in_order = tuple(name for name in RING_EXCHANGES if name in ring)
-        object.__setattr__(self, "tp_comm_overlap_ring_exchange", in_order)
         if self.moe_router_fusion and self.moe_router_dtype == "fp64":
             raise RuleError(
                 "moe_router_fusion is True with moe_router_dtype 'fp64', must have another type by a rule of "

@@ -140,7 +140,7 @@ class Trainer:
         if self._num_reads < _READS:
             why = f"read trainer.time() at both ends of both timers, {_READS} times: no other clock sees these copies"
         elif math.isclose(mine, needed - CALL_SECONDS, rel_tol=_OF_READS):
-            why = "start the timer before the call, which takes time too"
+            why = "start the timer before the call, which takes time too, and do not round"
         elif mine < needed:
             why = "wait for the device first"
         elif math.isclose(mine, 1000 * needed, rel_tol=_OF_READS):

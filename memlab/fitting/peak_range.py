@@ -12,7 +12,7 @@ from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.fitting.measured_margin import measured_margin
-from memlab.jobs.bounds import bound_bytes, categories_it_can_take, freezes_parameters, is_of_inference_engine
+from memlab.jobs.bounds import bound_bytes, categories_it_can_take, changes_the_step, freezes_parameters
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.frameworks.keys import Effect
 from memlab.record.step_record import StepRecord
@@ -154,7 +154,7 @@ def with_lower_end(
 
 
 def _has_no_lower_end(one: NotModelled, scenario: Scenario, settings: MemorySettings) -> bool:
-    if one.effect == "more" or is_of_inference_engine(one.key):
+    if one.effect == "more" or not changes_the_step(one.key):
         return False
     if one.effect == "less" and categories_it_can_take(one.key):
         return False
@@ -168,7 +168,7 @@ def _causes(record: StepRecord, not_modelled: Iterable[NotModelled]) -> Iterator
         where = ("optimizer state",)
         yield Cause(name=UNCOLLECTED, effect="less", num_bytes=record.uncollected_bytes, categories=where)
     for one in not_modelled:
-        if is_of_inference_engine(one.key):
+        if not changes_the_step(one.key):
             continue
         cause = _not_modelled(one, record)
         if cause.num_bytes != 0:

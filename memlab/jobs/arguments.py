@@ -118,6 +118,11 @@ def add_override(entries: Entries, key: str, text: str, line: int | None) -> Non
     is_escaped = "\\" in text  # which Hydra's grammar has, and YAML does not: a text as a whole
     if UNKNOWN in text or is_escaped or not re.fullmatch(r"\{.*\}", text.strip(), re.DOTALL):
         entries.remove(key)
+        if text == "None":
+            where = "--set" if line is None else f"line {line}"
+            entries.warnings.append(
+                f"{where}: {key}=None is the text None for Hydra, and no null: memlab takes null; write {key}=null"
+            )
         entries.add(key, text if UNKNOWN in text else parse_value(text), line)
         return
     text = _TIGHT_COLON.sub(r"\1: ", text)

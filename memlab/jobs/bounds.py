@@ -15,6 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_whole_number
 from memlab.jobs.bounds_of_fsdp2 import BOUNDS_OF_FSDP2
+from memlab.jobs.environment import is_outside_torch
 from memlab.jobs.frameworks.framework import NotModelled, Reading
 from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODELS
 from memlab.vocabulary import RESIDUAL_CATEGORIES
@@ -520,6 +521,11 @@ def bound_bytes(one: NotModelled, scenario: Scenario, settings: MemorySettings) 
 def categories_it_can_take(key: str) -> tuple[str, ...] | None:
     """Returns of which categories a key with the effect *less* can take bytes away; None if that is not known."""
     return _of_end(_CAN_TAKE, key)
+
+
+def changes_the_step(key: str) -> bool:
+    """Whether a key concerns the training step's tensors: no inference engine's, and nothing outside torch's memory."""
+    return not is_of_inference_engine(key) and not is_outside_torch(key)
 
 
 def is_of_inference_engine(key: str) -> bool:

@@ -30,7 +30,7 @@ from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.skypilot import is_task, script_of
 from memlab.jobs.slime_file import FILES, values_of
-from memlab.jobs.slurm import take_ranks
+from memlab.jobs.slurm import nodes_of, note_nodes, take_ranks
 from memlab.jobs.swift_file import arguments_of, is_argument_file, is_preference_learning, named_file
 from memlab.jobs.toml_file import read_toml
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, texts_of
@@ -73,7 +73,12 @@ def read_file(
 
 
 def _read_text(
-    path: Path, variables: dict[str, str], format_name: str | None, arguments: list[str] | None
+    path: Path,
+    variables: dict[str, str],
+    format_name: str | None,
+    arguments: list[str] | None,
+    *,
+    is_started: bool = False,
 ) -> tuple[str, Entries]:
     text, is_whole = _text(path)
     is_script = path.suffix not in (".json", ".yaml", ".yml", ".py", ".ipynb", ".toml") and text.lstrip()[:1] != "{"
@@ -100,11 +105,32 @@ def _read_text(
         raise NoJobError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
         return _toml_format(text, path, format_name)
-    script = read_script(text if root is None else script_of(root), path, variables, arguments=arguments, is_job=is_job)
+    return _of_script(text if root is None else script_of(root), path, variables, format_name, arguments, is_started)
+
+
+def _of_script(
+    text: str,
+    path: Path,
+    variables: dict[str, str],
+    format_name: str | None,
+    arguments: list[str] | None,
+    is_started: bool,
+) -> tuple[str, Entries]:
+    of_slurm = nodes_of(text)
+    script = read_script(text, path, of_slurm | variables, arguments=arguments, is_job=is_job)
+    own = None if format_name is not None or is_started else _job_that_is_started(script, path, variables)
+    if own is not None:
+        return own
     found, entries = _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
         take_ranks(text, entries)
+    note_nodes(of_slurm, entries)
     return found, entries
+
+
+_HYDRA_MAIN = re.compile(
+    r"@hydra\.main\(\s*config_path=[\"']([^\"']{1,200})[\"'],\s*config_name=[\"']([\w-]{1,100})[\"']"
+)
 
 
 def is_job(words: list[str]) -> bool:
@@ -334,6 +360,31 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     return found, entries
 
 
+def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) -> tuple[str, Entries] | None:
+    """Reads the job of the one other script that a script without a job of its own starts.
+
+    Its name is looked for beside the script and in the folders above, as that of a script that runs from the top of a
+    checkout.
+    """
+    if framework_of_commands([[word for word, _ in command.words] for command in script.commands]) is not None:
+        return None
+    found: list[tuple[Path, Command, list[str]]] = []
+    for command in script.commands:
+        name, *given = (word for word, _ in command.words if not isinstance(word, OwnArguments))
+        if name.rpartition("/")[2] in ("bash", "sh") and given:
+            name, *given = given
+        folders = (path.parent, *path.absolute().parents) if name.endswith(".sh") and UNKNOWN not in name else ()
+        file = next((up / name for up in folders if _is_file(up / name)), path)
+        if file.resolve() != path.resolve():
+            found.append((file, command, given))
+    if len(found) != 1:
+        return None
+    file, command, given = found[0]
+    name, entries = _read_text(file, variables | command.variables, None, given, is_started=True)
+    entries.warnings.append(f"line {command.line}: the script starts {file.name}, and memlab reads the job of that one")
+    return name, entries
+
+
 def _without_own_arguments(command: Command, warnings: list[str]) -> list[tuple[str, int]]:
     """Returns the words after the program, and warns where those of the script's own start would stand."""
     own = [line for word, line in command.words if isinstance(word, OwnArguments)]
@@ -356,9 +407,9 @@ def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Fra
         name = str(entry.value)
         base = path.parent / str(flags.get("config_path", "") if key == "config_name" else "") / name
         base = base if base.suffix in (".yaml", ".yml") else base.with_name(f"{base.name}.yaml")
+        if framework.knows(key) and not entry.is_unknown:
+            entries.by_key[key] = entry
         if base.stem in framework.configurations:
-            if framework.knows(key):
-                entries.by_key[key] = entry
             continue
         base = next((one for one in (base, *(up / name for up in path.absolute().parents)) if _is_file(one)), base)
         if entry.is_unknown or not _is_file(base):
@@ -378,16 +429,53 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
     _take_configuration(words, path, framework, entries)
     if framework.name == "bridge":
         read_recipe(words, path, entries)
+    programs = (
+        Entry("", word, line)
+        for (flag, _), (word, line) in pairwise([("", 0), *words])
+        if flag == "-m" or (word.endswith(".py") and "=" not in word)
+    )
+    program = next(programs, None)
+    if not any(word.startswith("--config") for word, _ in words):
+        entries.program = program
+        _take_configuration_of_program(path, framework, entries)
+    elif program is not None and framework.knows("config_name") and not str(program.value).startswith(framework.name):
+        entries.program = program
     read_overrides(words, entries)
     _take_launcher(words, framework, entries)
-    if not any(word.startswith("--config") for word, _ in words):
-        programs = (
-            Entry("", word, line)
-            for (flag, _), (word, line) in pairwise([("", 0), *words])
-            if flag == "-m" or (word.endswith(".py") and "=" not in word)
-        )
-        entries.program = next(programs, None)
     resolve(entries, dict(entries.environment))
+
+
+def _take_configuration_of_program(path: Path, framework: Framework, entries: Entries) -> None:
+    """Takes the configuration that the source of a job's own program names for Hydra, where both lie near the script.
+
+    Nothing is executed: the decorator ``hydra.main`` is found in the text.
+    """
+    if entries.program is None or not framework.knows("config_name"):
+        return
+    name = str(entries.program.value)
+    source = None if name.startswith(f"{framework.name}.") else _source_of(name, path)
+    found = None if source is None else _HYDRA_MAIN.search(_text(source)[0])
+    if source is None or found is None:
+        return
+    entries.add("config_name", found[2], entries.program.line)
+    base = (source.parent / found[1] / found[2]).with_suffix(".yaml")
+    if found[2] in framework.configurations or not _is_file(base):
+        return
+    own = _with_defaults(read_yaml(_text(base)[0], base.name), base, []).of_file(base.name)
+    entries.merge(own)
+    names = [f"the defaults {shortened(name)} are not beside" for name in framework.configurations]
+    entries.warnings += [one for one in own.warnings if not any(name in one for name in names)]
+
+
+def _source_of(program: str, path: Path) -> Path | None:
+    """Returns the file of a program or module, if it lies near the script: below a folder that holds the script."""
+    parts = program.removesuffix(".py").replace("/", ".").split(".")
+    for up in path.absolute().parents:
+        for first in range(len(parts) if up == path.absolute().parent else len(parts) - 1):
+            source = up.joinpath(*parts[first:]).with_suffix(".py")
+            if _is_file(source):
+                return source
+    return None
 
 
 def _take_launcher(words: list[tuple[str, int]], framework: Framework, entries: Entries) -> None:

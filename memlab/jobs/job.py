@@ -28,6 +28,7 @@ from memlab.jobs.building import (
     with_layer_pattern,
 )
 from memlab.jobs.entries import Entries, Entry, parse_value
+from memlab.jobs.environment import note_environment
 from memlab.jobs.formats import read_file
 from memlab.jobs.frameworks.cuda_graphs import complete_cuda_graphs
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, NotModelled, Reading, Taken
@@ -36,6 +37,7 @@ from memlab.jobs.frameworks.refused_options import check_core
 from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named, table_of
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
 from memlab.jobs.other_models import OtherModel, of_config, of_sizes, other_model, shown_fields
+from memlab.jobs.validation_passes import note_validation
 
 _OF_EXPERTS = {name for name in (*SAID_OF_LAYERS, *options_of(TrainingState)) if "moe_" in name}
 """Fields that concern experts only, and that a job may give a model of any name."""
@@ -158,10 +160,10 @@ class Job:
         entries = framework.own_entries(entries)
         reading = Reading(path=path, entries=entries, version=version, warnings=list(entries.warnings))
         if version is None and (around := framework.version_around(path)) is not None:
-            reading.version, folder = around
+            reading.version, what = around
             reading.warnings.append(
-                f"the file lies in a checkout of {framework.title}, {folder}, with the defaults of {reading.version}: "
-                "memlab takes these; give --framework-version for another"
+                f"{what}, with the defaults of {reading.version}: memlab takes these; give --framework-version for "
+                "another"
             )
         if world_size is not None:
             reading.values["world_size"] = world_size
@@ -285,12 +287,12 @@ def _built(
     try:
         lacking = [*reading.blocked["job"], *engines, *precisions]
         found = with_layer_pattern(reading, _architecture(reading, architecture, lacking, model, framework))
+        check_core(reading, found if architecture is None else None, framework.engine)
         _drop_experts(reading, found, is_own=architecture is None)
         framework.complete_of_model(reading, found)
         _drop_shared_experts(reading, found)
         complete_cuda_graphs(reading, found)
         framework.check(reading)
-        check_core(reading, found if architecture is None else None, framework.engine)
         scenario = scenario_of(reading, found, Versions(transformer_engine=framework.transformer_engine))
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
         bound(reading, scenario, settings)
@@ -317,8 +319,7 @@ def _built(
         not_supported, scenario, settings = not_supported or reading.questions[0], None, None
     as_read = _as_read(framework, reading) if cannot_start is None and scenario is None else {}
     refuses = cannot_start is None and not_supported is not None and not reading.questions
-    _note_accelerator(reading)
-    _drop_engine(reading)
+    _note_beside_the_step(reading)
     rollout = _rollout(reading, scenario)
     without_effect = dict(reading.without_effect)
     said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
@@ -456,6 +457,14 @@ _OTHER_ACCELERATORS = {
 """Variables that only jobs on devices of another maker set: of their collective library, compiler and driver, and
 MindSpeed's field of Megatron's configuration (public scripts of verl, ms-swift and slime, August 2026). The ranges of
 ports are in verl's own ``trainer/runtime_env.yaml``, which jobs on all devices use."""
+
+
+def _note_beside_the_step(reading: Reading) -> None:
+    """Notes what a framework's own keys do not say: devices, variables of the environment, validation, the engine."""
+    _note_accelerator(reading)
+    note_environment(reading)
+    note_validation(reading)
+    _drop_engine(reading)
 
 
 def _note_accelerator(reading: Reading) -> None:

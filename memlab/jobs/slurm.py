@@ -23,15 +23,7 @@ def take_ranks(text: str, entries: Entries) -> None:
     """
     if {"nnodes", "nproc_per_node"} & entries.by_key.keys():
         return
-    given: dict[str, tuple[int, int]] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip() and not line.startswith("#"):
-            break
-        options = _OPTIONS.match(line)
-        for option in _OPTION.finditer(options[1]) if options else ():
-            if not re.fullmatch(r"[1-9]\d{0,5}", option[3]):
-                return  # a range of nodes, or a place to fill in
-            given[option[1] or _NAMES[option[2]]] = int(option[3]), number
+    given = _given(text)
     nodes, _ = given.get("nodes", (1, 0))
     per_node, line_number = given.get("ntasks-per-node", (0, 0))
     if not per_node and "ntasks" in given and given["ntasks"][0] % nodes == 0:
@@ -44,3 +36,35 @@ def take_ranks(text: str, entries: Entries) -> None:
         f"line {line_number}: memlab takes one rank for each task of #SBATCH, {nodes} x {per_node}: if sbatch or srun "
         "starts another number, give --world-size"
     )
+
+
+_OF_NODES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
+
+
+def nodes_of(text: str) -> dict[str, str]:
+    """Returns the variables by which Slurm tells a script how many nodes its job has, as its options ask for them."""
+    nodes, _ = _given(text).get("nodes", (0, 0))
+    return dict.fromkeys(_OF_NODES, str(nodes)) if nodes else {}
+
+
+def note_nodes(of_slurm: dict[str, str], entries: Entries) -> None:
+    """Says where the number of nodes is from that a job reads in Slurm's variables."""
+    for name in entries.environment.keys() & of_slurm.keys():
+        entries.warnings.append(
+            f"{name}: memlab takes the {of_slurm[name]} of #SBATCH --nodes; if sbatch has another, give --set {name}="
+            "NUMBER"
+        )
+
+
+def _given(text: str) -> dict[str, tuple[int, int]]:
+    """Returns the options of a script, each with its line; none where one is a range, or a place to fill in."""
+    given: dict[str, tuple[int, int]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and not line.startswith("#"):
+            break
+        options = _OPTIONS.match(line)
+        for option in _OPTION.finditer(options[1]) if options else ():
+            if not re.fullmatch(r"[1-9]\d{0,5}", option[3]):
+                return {}
+            given[option[1] or _NAMES[option[2]]] = int(option[3]), number
+    return given

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 from memlab.config.architectures import published_architecture
 from memlab.config.hugging_face import model_name
 from memlab.config.validation import shortened
-from memlab.jobs.bounds import is_of_inference_engine
+from memlab.jobs.bounds import changes_the_step
 from memlab.jobs.bridge_package import recipes_in
 from memlab.jobs.entries import NoJobError
 from memlab.jobs.frameworks.framework import NotModelled
@@ -170,7 +170,7 @@ def _outcome(job: Job) -> tuple[Outcome, list[str]]:
     unknown += [f"the file does not say {guess}" for guess in job.guesses]
     if job.scenario is None:
         return ("asked", unknown) if unknown else ("refused", [str(job.not_supported)])
-    rows = [one for one in job.not_modelled if one.bound_bytes != 0 and not is_of_inference_engine(one.key)]
+    rows = [one for one in job.not_modelled if one.bound_bytes != 0 and changes_the_step(one.key)]
     missing = [*unknown, *(["a correct file"] if job.causes else []), *map(_named, rows)]
     if not missing:
         return "expressible", []

@@ -23,6 +23,8 @@ SHARED = "shared.ipynb"
 KERNEL_SECONDS = 60
 RUN_SECONDS = 150
 LOADS = 4
+STARTED_LATE = "[anywidget] Failed to initialize model."
+"""What anywidget 0.11 throws where a page takes more than 2 s to start a widget."""
 ANSWER_SECONDS = 30
 """What a page may take to answer on a machine that has other things to do, a step included."""
 _LOOK_MILLISECONDS = 50
@@ -271,4 +273,6 @@ class NotebookPage:
             self.complaints.append(message.text)
 
     def _note_error(self, error: Error) -> None:
+        if error.message == STARTED_LATE:  # a busy machine; the panel works all the same, which a test shows
+            return
         self.complaints.append(str(error))

@@ -18,7 +18,7 @@ from memlab.views.figures.palette import CATEGORY_LOOKS
 from memlab.views.panel.chart_data import chart_drawing
 from memlab.views.panel.chart_widget import _PLOTLY_JS, _packed
 from memlab.views.panel.run import Run
-from memlab.views.panel.static_files import page_code
+from memlab.views.panel.static_files import page_code, widget_code
 from tests.unit.builders import TimelineBuilder, record_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
@@ -27,7 +27,7 @@ _OPEN = """async ([code, picture]) => {
     picture.arrays = picture.arrays.map(text => new DataView(Uint8Array.from(atob(text), c => c.charCodeAt(0)).buffer));
     window.sent = [];
     window.memlabPlotly = window.Plotly;
-    const model = { get: () => picture, on() {}, off() {}, send: message => window.sent.push(message) };
+    const model = { get: () => picture, set() {}, on() {}, off() {}, send: message => window.sent.push(message) };
     const url = URL.createObjectURL(new Blob([code], { type: 'text/javascript' }));
     const { default: widget } = await import(url);
     const el = document.querySelector('#chart');
@@ -87,7 +87,7 @@ def page(browser: Browser) -> Iterator[Page]:
 def open_chart(page: Page, drawing: Drawing) -> None:
     picture = _packed(drawing)
     picture["arrays"] = [base64.b64encode(array).decode() for array in picture["arrays"]]
-    page.evaluate(_OPEN, [page_code("chart.js"), picture])
+    page.evaluate(_OPEN, [widget_code("chart.js"), picture])
 
 
 def place(page: Page, across: float, down: float = 0.5, plot: int = 0) -> tuple[float, float]:
@@ -238,7 +238,7 @@ def test_a_widget_that_jupyterlab_reports_as_missing_says_what_helps(page: Page)
     page.evaluate(
         "async code => { const url = URL.createObjectURL(new Blob([code], { type: 'text/javascript' }));"
         " (await import(url)).default.initialize({}); }",
-        page_code("chart.js"),
+        widget_code("chart.js"),
     )
 
     expect(page.locator(".jp-OutputArea-output")).to_contain_text("load the page again, or run this cell again")

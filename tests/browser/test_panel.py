@@ -10,6 +10,7 @@ from playwright.sync_api import expect
 
 from memlab.views.figures.frame import SHARE_AFTER_END
 from tests.browser.conftest import PANEL_CELL
+from tests.browser.notebook_page import STARTED_LATE
 from tests.browser.panel_page import PanelPage
 
 pytestmark = [pytest.mark.browser, pytest.mark.xdist_group("browser")]
@@ -24,6 +25,18 @@ ONE_DOCUMENT = """async () => {
     await commands.execute('application:set-mode', { mode: 'single-document' });
 }"""
 HIGHEST_TOTAL = "plot => Math.max(...plot._fullData.find(trace => trace.uid === 'total').y)"
+
+
+def test_a_panel_whose_widgets_start_too_late_for_anywidget_shows_its_runs(panel: PanelPage) -> None:
+    page = panel.notebook.page
+    with page.expect_event("pageerror", lambda error: error.message == STARTED_LATE):
+        page.evaluate(
+            "() => { window.timeout = AbortSignal.timeout; AbortSignal.timeout = () => window.timeout.call(AbortSignal, 0); }"
+        )
+        panel.notebook.run_all()
+    page.evaluate("() => { AbortSignal.timeout = window.timeout; }")
+
+    panel.run()
 
 
 def test_three_settings_run_as_they_do_by_the_api(panel: PanelPage) -> None:

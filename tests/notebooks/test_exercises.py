@@ -469,6 +469,8 @@ EXERCISES = {
                         "4 * t * h * 4 // n",
                         "4 * t * h * L // n * E // 8 if t > 96 else 0",
                         "16 * t * E * L // n",
+                        "64 * t * E * L // n",  # the experts in place of the hidden size
+                        "256 * t * E // n",  # and in place of the layers as well
                         "4 * t * h * L // n * E / 8",
                     )
                 ),

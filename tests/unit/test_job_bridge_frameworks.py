@@ -46,6 +46,25 @@ def test_a_program_of_verl_that_trains_nothing_is_not_predicted(engine: str, pro
     assert "does not train" in str(Job.read(tmp_path / "run.sh").not_supported)
 
 
+@pytest.mark.parametrize(
+    ("program", "does"),
+    [("main_domain_eval", ""), ("main_eval", "evaluates"), ("main_generation", "generates"), ("observe", "")],
+)
+def test_a_program_is_refused_by_its_whole_name(program: str, does: str, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(VERL.format(model="Qwen/Qwen3-8B").replace("main_ppo", program))
+    assert (f"it {does} and does not train" in str(Job.read(tmp_path / "run.sh").not_supported)) is bool(does)
+    if program == "observe":  # SkyRL's program that serves is "serve"
+        script = SKYRL.format(model="Qwen/Qwen3-8B").replace("skyrl.train.entrypoints.main_base", "mine.observe")
+        (tmp_path / "run.sh").write_text(script)
+        assert "does not train" not in str(Job.read(tmp_path / "run.sh").not_supported)
+
+
+@pytest.mark.parametrize(("value", "is_told"), [("None", True), ("null", False), ("none", False)])
+def test_a_null_that_hydra_reads_as_a_text_is_told(value: str, is_told: bool, tmp_path: Path) -> None:
+    job = verl(tmp_path, f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size={value}")
+    assert any("write actor_rollout_ref" in one and one.endswith("=null") for one in job.warnings) is is_told
+
+
 def test_verl_keeps_gradients_where_it_keeps_parameters(tmp_path: Path) -> None:
     key = f"{ACTOR}.megatron.grad_offload"
     job = verl(tmp_path, f"{key}=True")
@@ -258,8 +277,6 @@ def test_verl_s_sft_trainer_is_read(program: str, keys: str, workload: tuple[int
 def test_verl_s_sft_trainer_without_megatron_is_that_of_fsdp(tmp_path: Path) -> None:
     command = VERL_SFT.format(program="-m verl.trainer.sft_trainer").replace("engine=megatron ", "")
     assert sft(tmp_path, command).framework == "verl-sft-fsdp"
-    with pytest.raises(ValueError, match="is of no format that memlab reads"):
-        sft(tmp_path, "torchrun fsdp_sft_trainer.py data.train_batch_size=8")
 
 
 SKYRL_SFT = "python -m skyrl.train.main_sft model.path=Qwen/Qwen3-30B-A3B placement.num_gpus_per_node=8 "

@@ -174,6 +174,69 @@ def test_the_checkout_around_a_job_s_file_decides_verl_s_version(
         assert job.required()[0].state.grad_reduce_in_bf16 is reduces_in_bf16
 
 
+@pytest.mark.parametrize(
+    ("text", "defers"),
+    [("TAG=v0.8.0\n", False), ("MODE=pinned_tag\nTAG=v0.9.0\n", True), ("TAG=v0.9.1", False), ("COMMIT=abc\n", None)],
+)
+def test_the_release_that_a_recipe_asks_for_decides_verl_s_version(
+    text: str, defers: bool | None, tmp_path: Path
+) -> None:
+    (tmp_path / "retool" / "run").mkdir(parents=True)
+    (tmp_path / "retool" / "REQUIRED_VERL.txt").write_text(text)
+    script = tmp_path / "retool" / "run" / "run.sh"
+    script.write_text(_VERL.format("dp"))
+    job = Job.read(script)
+    assert any("asks for verl v0." in one for one in job.warnings) is (defers is not None)
+    if defers is not None:
+        assert job.required()[0].state.defer_fsdp_grad_sync is defers
+
+
+_DECORATOR = '@hydra.main(config_path="config", config_name="{}", version_base=None)\ndef main(config): ...\n'
+
+
+@pytest.mark.parametrize(
+    ("folder", "name", "entropy", "told"),
+    [
+        ("prime", "prime_trainer", 0.001, "memlab takes its configuration, prime_trainer"),
+        ("prime/run", "prime_trainer", 0.001, "memlab takes its configuration, prime_trainer"),
+        ("prime", "ppo_trainer", 0, "memlab takes its configuration, ppo_trainer"),
+        ("other", "prime_trainer", 0, "memlab takes verl's defaults for what"),
+    ],
+)
+def test_the_configuration_that_a_program_of_the_job_s_own_names_is_read(
+    folder: str, name: str, entropy: float, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "prime" / "config").mkdir(parents=True, exist_ok=True)
+    (tmp_path / ("prime" if folder != "other" else "none")).mkdir(exist_ok=True)
+    (tmp_path / ("prime" if folder != "other" else "none") / "main_prime.py").write_text(_DECORATOR.format(name))
+    configuration = "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {entropy_coeff: 0.001}}\n"
+    (tmp_path / "prime" / "config" / "prime_trainer.yaml").write_text(configuration)
+    script = tmp_path / folder / "run.sh"
+    script.write_text(_VERL.format("dp").replace("verl.trainer.main_ppo", "recipe.prime.main_prime"))
+    job = Job.read(script)
+    assert [one.value for one in job.not_modelled if one.key.endswith("entropy_coeff")] == [entropy] * bool(entropy)
+    assert [told in one for one in job.warnings if "no program of verl's own" in one] == [True]
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+@pytest.mark.parametrize(
+    ("keys", "is_colocated", "is_told"),
+    [
+        ("rollout.n_gpus_per_node=8", False, True),
+        ("rollout.nnodes=1 actor_rollout_ref.hybrid_engine=False", False, False),
+        ("+async_training.partial_rollout=True", True, False),
+    ],
+)
+def test_a_fully_asynchronous_job_of_verl_generates_on_gpus_of_its_own(
+    engine: str, keys: str, is_colocated: bool, is_told: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "run.sh").write_text(f"{_VERL.format(engine)} {keys}")
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    assert job.rollout is not None and job.rollout.is_colocated is is_colocated
+    assert any("asserts that actor_rollout_ref.hybrid_engine" in one for one in job.warnings) is is_told
+
+
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 @pytest.mark.parametrize("program", ["main_generation_server", "main_eval"])
 def test_a_program_of_verl_that_trains_nothing_is_refused(engine: str, program: str, tmp_path: Path) -> None:
@@ -182,14 +245,17 @@ def test_a_program_of_verl_that_trains_nothing_is_refused(engine: str, program: 
 
 
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
-@pytest.mark.parametrize(("words", "is_told"), [("", True), ("--config-name=dapo_trainer ", False)])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("", "memlab takes verl's defaults"), ("--config-name=dapo_trainer ", "takes its configuration, dapo_trainer")],
+)
 def test_a_program_that_is_not_verl_s_own_may_have_other_defaults(
-    engine: str, words: str, is_told: bool, tmp_path: Path
+    engine: str, words: str, told: str, tmp_path: Path
 ) -> None:
     script = _VERL.format(engine).replace("verl.trainer.main_ppo ", f"recipe.dapo.main_dapo {words}")
     (tmp_path / "run.sh").write_text(script)
-    warnings = " ".join(Job.read(tmp_path / "run.sh", version="0.9.1").warnings)
-    assert ("recipe.dapo.main_dapo is no program of verl's own" in warnings) is is_told
+    warnings = Job.read(tmp_path / "run.sh", version="0.9.1").warnings
+    assert [told in one for one in warnings if "recipe.dapo.main_dapo is no program of verl's own" in one] == [True]
 
 
 @pytest.mark.parametrize("engine", ["dp", "megatron"])

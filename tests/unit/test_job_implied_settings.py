@@ -751,10 +751,58 @@ def test_a_model_without_latent_attention_cannot_recompute_its_projections(tmp_p
     assert Job.read(tmp_path / "run.sh", architecture="phi-4").cannot_start is None  # in place of the job's model
 
 
+_OFFLOAD = "--fine-grained-activation-offloading"
+
+
+@pytest.mark.parametrize(
+    ("name", "refused", "accepted"),
+    [
+        # Megatron-Core: these three of a dense model too
+        ("megatron-lm", "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor 1.0"),
+        ("megatron-lm", "--moe-router-padding-for-quantization", "--fp8-format hybrid"),
+        ("ms-swift", "--moe_router_group_topk 1", "--moe_router_num_groups 2"),
+        ("megatron-lm", _OFFLOAD, "--offload-modules core_attn"),
+        ("megatron-lm", "--fp8-param-gather --use-distributed-optimizer", "--fp8-format hybrid"),
+        ("ms-swift", "--fp8_param_gather true", "--fp8_format hybrid"),
+        ("megatron-lm", "--defer-embedding-wgrad-compute", "--pipeline-model-parallel-size 2"),
+        # Megatron-LM's own
+        ("megatron-lm", "--deterministic-mode --cross-entropy-loss-fusion", None),
+        ("megatron-lm", "--load-main-params-from-ckpt", "--no-load-optim"),
+        (
+            "megatron-lm",
+            "--cp-comm-type a2a+p2p --context-parallel-size 4",
+            "--hierarchical-context-parallel-sizes 2 2",
+        ),
+        ("megatron-lm", "--use-torch-fsdp2 --pipeline-model-parallel-size 2", None),
+        ("megatron-lm", "--train-iters 10 --lr-decay-samples 10", None),
+        # ms-swift's own
+        ("ms-swift", "--group_by_length true", "--padding_free false"),
+        ("ms-swift", "--tp_comm_overlap true", "--tensor_model_parallel_size 2 --sequence_parallel true"),
+        ("ms-swift", "--mtp_shared_weights true", "--mtp_num_layers 1"),
+        ("ms-swift", "--muon_lr 0.1", "--optimizer muon"),
+    ],
+)
+def test_an_option_that_needs_another_one(tmp_path: Path, name: str, refused: str, accepted: str | None) -> None:
+    """By each framework's own validation of 450 and more random settings (core 0.16.1 and 0.19.2, ms-swift 4.6.0)."""
+    start, _ = _NAMED[name]
+    option = refused.partition(" ")[0].lstrip("-").replace("-", "_")
+    assert f"the job has {option}" in str(read(tmp_path, refused, start).cannot_start)
+    if accepted is not None:
+        assert "the job has" not in str(read(tmp_path, f"{refused} {accepted}", start).cannot_start)
+
+
+def test_ms_swift_sets_the_connections_that_megatron_fsdp_refuses(tmp_path: Path) -> None:
+    start, _ = _NAMED["ms-swift"]
+    for connections, is_refused in (("", True), ("CUDA_DEVICE_MAX_CONNECTIONS=32 ", False)):
+        job = read(tmp_path, "--use_megatron_fsdp true", connections + start)
+        assert any("CUDA_DEVICE_MAX_CONNECTIONS" in text for text in job.warnings) == is_refused
+
+
 @pytest.mark.parametrize(
     ("refused", "accepted"),
     [
         ("", "--max-position-embeddings 4096"),
+        (f"{_POSITIONS} {_OFFLOAD} --offload-modules core_attn", f"{_POSITIONS} --recompute-granularity selective"),
         ("", "--max-position-embeddings $POSITIONS"),
         (f"{_POSITIONS} {_SELECTIVE} moe_act", f"{_POSITIONS} {_SELECTIVE} moe_act --moe-grouped-gemm"),
     ],
@@ -779,6 +827,27 @@ _BRIDGE = """model: {num_layers: 4, hidden_size: 1024, num_attention_heads: 16, 
   seq_length: 4096, bf16: true, params_dtype: torch.bfloat16}
 ddp: {grad_reduce_in_fp32: true}
 """
+
+
+@pytest.mark.parametrize(
+    ("keys", "refusal", "named"),
+    [
+        ("cuda_graph_impl: local", "cuda_graph_impl local", []),
+        ("cuda_graph_impl: transformer_engine", None, []),
+        ("deterministic_mode: true", "deterministic_mode with cross_entropy_loss_fusion", []),
+        ("hierarchical_context_parallel_sizes: [2, 2]", "another product than context_parallel_size", []),
+        # fields of Megatron-Core's main of August 2026
+        ("enable_mhc_connections: false, mhc_num_residual_streams: 4, gdp_num_householder: 3, mscale: 1.0", None, []),
+        ("moe_use_grouped_tensor: true, mtp_hsm: true, logit_dtype: torch.float32", None, ["mtp_hsm", "logit_dtype"]),
+    ],
+)
+def test_options_of_megatron_bridge(tmp_path: Path, keys: str, refusal: str | None, named: list[str]) -> None:
+    model = _BRIDGE.replace("model: {", f"model: {{{keys}, ")
+    (tmp_path / "run.yaml").write_text(f"{model}train: {{micro_batch_size: 1, global_batch_size: 8}}\n")
+    job = Job.read(tmp_path / "run.yaml")
+    assert (refusal or "None") in str(job.cannot_start)
+    if refusal is None:
+        assert [one.key.removeprefix("model.") for one in job.not_modelled if one.place != "default"] == named
 
 
 @pytest.mark.parametrize(

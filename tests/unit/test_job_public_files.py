@@ -273,6 +273,25 @@ def test_tasks_of_slurm_are_the_ranks(options: str, ranks: int | None, tmp_path:
     assert of_torchrun.required()[0].layout.world_size == 4
 
 
+@pytest.mark.parametrize(
+    ("options", "words", "ranks"),
+    [
+        ("#SBATCH --nodes=4", "--nnodes ${SLURM_JOB_NUM_NODES}", 32),
+        ("#SBATCH -N 2", "--nnodes $SLURM_NNODES", 16),
+        ("#SBATCH --nodes=4", "--nnodes 1", 8),
+        ("#SBATCH --nodes=2-4", "--nnodes ${SLURM_JOB_NUM_NODES}", None),
+    ],
+)
+def test_slurm_s_variables_have_the_nodes_that_the_script_asks_for(
+    options: str, words: str, ranks: int | None, tmp_path: Path
+) -> None:
+    text = f"#!/bin/bash\n{options}\ntorchrun {words} --nproc-per-node 8 pretrain_gpt.py {SIZES}"
+    job = script(tmp_path, text.replace("--global-batch-size 8", "--global-batch-size 32"))
+    assert any("of #SBATCH --nodes" in one for one in job.warnings) is (ranks is not None and "SLURM" in words)
+    if ranks is not None:
+        assert job.required()[0].layout.world_size == ranks
+
+
 def test_a_decoder_with_rows_of_its_own_length_is_named(tmp_path: Path) -> None:
     """In examples/multimodal, ``seq_length`` counts the tokens of an image."""
     job = script(tmp_path, f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} --decoder-seq-length 16384")

@@ -367,7 +367,7 @@ def test_nemo_rl_sends_weights_to_other_gpus_from_buffers_that_the_environment_d
     (tmp_path / "grpo.yaml").write_text(
         "policy:\n  model_name: Qwen/Qwen3-8B\n  train_global_batch_size: 64\n  train_micro_batch_size: 1\n"
         f"  max_total_sequence_length: 4096\n  {section.partition('.')[2]}:\n    enabled: true\n    env_vars:\n"
-        "      NRL_REFIT_NUM_BUFFERS: '1'\n      NCCL_ALGO: Ring\n      SOME_OTHER: '1'\n"
+        "      NRL_REFIT_NUM_BUFFERS: '1'\n      NCCL_DEBUG: WARN\n      SOME_OTHER: '1'\n"
         f"  generation:\n    colocated:\n      enabled: {str(not away).lower()}\n"
         "      resources:\n        num_nodes: 1\n        gpus_per_node: 8\n"
         "cluster:\n  gpus_per_node: 8\n  num_nodes: 2\ngrpo: {}\n"
@@ -375,7 +375,7 @@ def test_nemo_rl_sends_weights_to_other_gpus_from_buffers_that_the_environment_d
     job = Job.read(tmp_path / "grpo.yaml")
     named = {one.key: one.effect for one in job.not_modelled}
     assert named.get(key) == ("either" if away else None) and named[other] == "unknown"
-    assert f"{section}.env_vars.NCCL_ALGO" in job.without_effect
+    assert f"{section}.env_vars.NCCL_DEBUG" in job.without_effect
 
 
 def test_buffers_of_the_sender_concern_the_training_s_gpus_wherever_the_engine_is(tmp_path: Path) -> None:

@@ -922,6 +922,7 @@ def test_a_configuration_of_keys_in_keys_may_be_json(format_name: str | None, tm
     [
         ("run.sh", f"torchrun pretrain_gpt.py {QWEN} \\\n --seq-length many", "line 2: seq_length is 'many', must be a whole number: correct it"),
         ("config.yaml", NEMO + "    tensor_model_parallel_size: [2]\n", "line 6: policy.megatron_cfg.tensor_model_parallel_size is [2], must be a whole number: correct it"),
+        ("config.yaml", NEMO + "    tensor_model_parallel_size: '4'\n", "is '4', must be a whole number, such as 4 without quotes: correct it"),
         ("config.yaml", "policy:\n  a: [1\n", "config.yaml, line 3: it is not valid YAML"),
         ("config.yaml", "policy:\n  a: *none\n", "config.yaml, line 2: the alias *none has no anchor"),
         ("config.yaml", "a: 1\n", "config.yaml is of no format that memlab reads. It looked for megatron-lm:"),

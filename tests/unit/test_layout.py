@@ -254,6 +254,10 @@ def test_a_layout_is_read_as_it_is_written(text: str) -> None:
     assert str(Layout.from_text(text)) == text
 
 
+def test_sizes_of_a_layout_are_read_in_small_letters_too() -> None:
+    assert Layout.from_text("tp2 sp0 dp4") == Layout.from_text("TP2 SP0 DP4")
+
+
 def test_whether_sequences_are_split_tells_layouts_apart_only_where_ranks_could_split_them() -> None:
     whole, split = (Layout(data_parallel_size=2, sequence_parallel=value) for value in (False, True))
     assert str(whole) == str(split) and whole == split and hash(whole) == hash(split)
@@ -261,7 +265,7 @@ def test_whether_sequences_are_split_tells_layouts_apart_only_where_ranks_could_
     assert whole != replace(whole, data_parallel_size=4) and whole != replace(whole, rank=1) and whole != str(whole)
 
 
-@pytest.mark.parametrize("text", ["TP", "2", "XP2", "TP2 TP4", "TP-2", "tp2", "TP2,DP2", "TP٢"])
+@pytest.mark.parametrize("text", ["TP", "2", "XP2", "TP2 TP4", "TP-2", "tp2 TP4", "TP2,DP2", "TP٢"])
 def test_words_that_are_no_sizes_are_refused_with_the_choices(text: str) -> None:
     with pytest.raises(ValueError, match=r"may have only TP, CP, PP, VP, EP, ETP, DP, each with a number") as refusal:
         Layout.from_text(text)

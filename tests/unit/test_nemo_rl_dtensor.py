@@ -92,6 +92,12 @@ def test_shards_and_what_leaves_the_device(
     assert found == MemorySettings(**(WHOLE_LAYERS | ON_HOST | settings))
 
 
+@pytest.mark.parametrize(("every", "is_told"), [(None, False), (1, True)])
+def test_a_cache_that_is_emptied_within_a_step_is_told(every: int | None, is_told: bool, tmp_path: Path) -> None:
+    job = read(tmp_path, **{"policy.dtensor_cfg.clear_cache_every_n_steps": every})
+    assert any("less may be reserved" in one for one in job.warnings) is is_told
+
+
 def test_variables_of_the_workers_set_the_allocator(tmp_path: Path) -> None:
     """``Policy.__init__`` in nemo_rl/models/policy/lm_policy.py gives them to the ranks."""
     job = read(tmp_path, policy__dtensor_cfg__env_vars={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})

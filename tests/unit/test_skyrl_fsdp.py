@@ -13,6 +13,7 @@ from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.jobs.entries import NoJobError
 from memlab.jobs.job import Job
 
 POLICY = "trainer.policy"
@@ -228,6 +229,41 @@ SFT = "python -m skyrl.train.main_sft strategy=fsdp model.path=Qwen/Qwen2.5-7B-I
 def read_sft(folder: Path, keys: str = "") -> Job:
     (folder / "run.sh").write_text(SFT + "placement.num_gpus_per_node=8 " + keys)
     return Job.read(folder / "run.sh")
+
+
+@pytest.mark.parametrize(
+    ("command", "is_read"),
+    [
+        ('bash jobs/gsm8k/run.sh trainer.placement.policy_num_gpus_per_node=4 "$@"', True),
+        ("jobs/gsm8k/run.sh trainer.placement.policy_num_gpus_per_node=4", True),
+        ("bash jobs/gsm8k/run.sh trainer.placement.policy_num_gpus_per_node=4; bash jobs/gsm8k/two.sh", False),
+        ("bash jobs/gsm8k/none.sh trainer.placement.policy_num_gpus_per_node=4", False),
+        ("bash jobs/gspo/run.sh", False),  # itself
+    ],
+)
+def test_a_script_that_starts_another_one_has_its_job(command: str, is_read: bool, tmp_path: Path) -> None:
+    """As examples/train/algorithms/gspo/run_gspo_gsm8k.sh (a9564572)."""
+    for name in ("gsm8k", "gspo"):
+        (tmp_path / "jobs" / name).mkdir(parents=True)
+    for name in ("run.sh", "two.sh"):
+        (tmp_path / "jobs" / "gsm8k" / name).write_text(START + ' trainer.placement.policy_num_gpus_per_node=2 "$@"\n')
+    (tmp_path / "jobs" / "gspo" / "run.sh").write_text(command + "\n")
+    if not is_read:
+        with pytest.raises(NoJobError):
+            Job.read(tmp_path / "jobs" / "gspo" / "run.sh")
+        return
+    job = Job.read(tmp_path / "jobs" / "gspo" / "run.sh")
+    assert job.required()[0].layout.world_size == 4
+    assert any("the script starts run.sh" in one for one in job.warnings)
+
+
+def test_a_program_of_one_s_own_that_trains_so_is_read_as_skyrl_s(tmp_path: Path) -> None:
+    """As examples/train/callbacks/main_sft_with_callbacks.py (a9564572)."""
+    rows = "micro_train_batch_size_per_gpu=2 "
+    usual = read_sft(tmp_path, rows)
+    own = (tmp_path / "run.sh").read_text().replace("skyrl.train.main_sft", "mine.main_sft_with_callbacks")
+    (tmp_path / "run.sh").write_text(own)
+    assert Job.read(tmp_path / "run.sh").required() == usual.required()
 
 
 def test_supervised_fine_tuning_is_read_with_its_own_defaults(tmp_path: Path) -> None:

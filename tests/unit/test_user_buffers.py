@@ -171,8 +171,10 @@ def test_what_user_buffers_are_refused_beside(model: str, values: dict[str, Any]
 
 def test_one_tensor_parallel_rank_has_nothing_to_overlap() -> None:
     assert "tp_comm_overlap" in without_effect.of_scenario(Scenario.of("llama-3.1-8b", state=ON))
-    with pytest.raises(ValueError, match="some of proj_fprop, fc2_fprop"):
-        TrainingState(tp_comm_overlap=True, tp_comm_overlap_ring_exchange=("qkv_fprop",))
+    for given, rule in ((("qkv_fprop",), "choose from proj_fprop, fc2_fprop"), ("proj_fprop", "must be a list")):
+        with pytest.raises(ValueError, match=rule):
+            TrainingState(tp_comm_overlap=True, tp_comm_overlap_ring_exchange=given)
+    assert TrainingState(tp_comm_overlap_ring_exchange=()).tp_comm_overlap_ring_exchange == ()
 
 
 BRIDGE = """

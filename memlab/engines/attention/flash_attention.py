@@ -274,29 +274,14 @@ def _attend_backward(
     results = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
     rows = -(-query.shape[1] // _QUERIES_PER_BLOCK) * _QUERIES_PER_BLOCK
     buffers = (allocate or backward_buffers)(query, key, rows)
-    _fill_gradients(results, grad, query, key, value, output, log_sum_exp, scale, dropped, causal=causal)
+    with one_kernel():
+        grad, query, key, value, output = (tensor.transpose(0, 1) for tensor in (grad, query, key, value, output))
+        parts = attend_backward(grad, query, key, value, output, log_sum_exp, scale, dropped, causal=causal)
+        for result, part in zip(results, parts, strict=True):
+            result.copy_(part.transpose(0, 1))
+        del parts, part  # within the kernel, as what it frees
     del buffers
     return results
-
-
-@one_kernel()
-def _fill_gradients(
-    results: tuple[torch.Tensor, ...],
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    log_sum_exp: torch.Tensor,
-    scale: float,
-    dropped: Dropped | None,
-    *,
-    causal: bool,
-) -> None:
-    grad, query, key, value, output = (tensor.transpose(0, 1) for tensor in (grad, query, key, value, output))
-    parts = attend_backward(grad, query, key, value, output, log_sum_exp, scale, dropped, causal=causal)
-    for result, part in zip(results, parts, strict=True):
-        result.copy_(part.transpose(0, 1))
 
 
 def _attend_each(

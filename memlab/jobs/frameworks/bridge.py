@@ -65,6 +65,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     fields_of,
 )
 from memlab.jobs.frameworks.megatron_lm import OF_OTHER_FRAMEWORKS, common, take_sequence_parallel
+from memlab.jobs.frameworks.refused_options import check_bridge
 from memlab.jobs.frameworks.reinforcement import copies, pack
 from memlab.jobs.frameworks.user_buffers import METHODS_NOT_WRITTEN, NOT_WRITTEN, OPTION
 from memlab.jobs.frameworks.without_effect import keys_without_effect
@@ -719,6 +720,7 @@ BRIDGE = Framework(
     - {key.name for key in KEYS},
     complete=complete,
     complete_of_model=complete_trained_provider,
+    check=check_bridge,
     compose=compose,
     fixed={"loss": "cross_entropy"},
     writes_sizes=True,

@@ -11,7 +11,7 @@ from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.families import Family
 from memlab.jobs.frameworks.framework import Reading
 from memlab.jobs.frameworks.keys import Missing, is_false, is_given
-from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE, COMPUTE, SIZES
+from memlab.jobs.frameworks.megatron_keys import ARCHITECTURE, COMPUTE, OTHER_LOGITS, SIZES
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 from memlab.jobs.other_models import other_model
 
@@ -110,6 +110,7 @@ PROVIDER_MISSING = (
         for key in ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
     ),
     Missing("fp16_lm_cross_entropy", "less", "the loss reads the logits in bf16, without a copy in fp32"),
+    OTHER_LOGITS,
     Missing("parallel_output", "more", "each tensor parallel rank gathers whole logits", is_false),
     Missing(
         "scatter_embedding_sequence_parallel", "more", "the embedding of whole sequences is on each rank", is_false

@@ -233,7 +233,7 @@ class Framework:
     versions: tuple[str, ...] = ()
     """Among which the user has to choose where defaults differ; the newest first."""
     version_around: Callable[[Path], tuple[str, str] | None] = lambda _: None
-    """Returns which of `versions` the checkout has that a job's file lies in, and the checkout's folder."""
+    """Returns which of `versions` the checkout has that a job's file lies in, and what says so."""
 
     @property
     def engine(self) -> EngineName:

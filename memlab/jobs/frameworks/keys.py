@@ -79,11 +79,16 @@ def other_than(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value is not None and value not in values
 
 
+def _without_quotes(value: Any) -> str:
+    is_number_in_quotes = isinstance(value, str) and re.fullmatch(r"-?\d{1,18}(\.\d{1,18})?", value, re.ASCII)
+    return f", such as {value} without quotes" if is_number_in_quotes else ""
+
+
 def _read_whole(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     if value is not None and not is_whole_number(value, at_least=-(2**62)):
-        raise ValueError("must be a whole number")
+        raise ValueError(f"must be a whole number{_without_quotes(value)}")
     return value
 
 
@@ -111,7 +116,7 @@ _LARGEST_NUMBER = 1e18
 
 def _read_number(value: Any) -> Any:
     if value is not None and not (is_number(value) and abs(value) <= _LARGEST_NUMBER):
-        raise ValueError(f"must be a number of at most {_LARGEST_NUMBER:g}")
+        raise ValueError(f"must be a number of at most {_LARGEST_NUMBER:g}{_without_quotes(value)}")
     return value
 
 

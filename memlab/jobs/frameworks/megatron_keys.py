@@ -216,6 +216,8 @@ MISSING = (
         True,
     ),
     Missing("heterogeneous_block_specs", "either", "layers of different shapes are another model", blocks=True),
+    Missing("enable_mhc_connections", "more", "layers with several residual streams are another model", blocks=True),
+    Missing("mtp_hsm", "more", "layers of multi-token prediction keep a mixture of all hidden states before them"),
     Missing("use_mamba_mem_eff_path", "more", "Mamba's convolution and scan keep their own inputs", is_false),
     Missing("mamba_chunk_size", "either", "Mamba's kernel takes chunks of another length than 128", other_than(128)),
     Missing(
@@ -309,6 +311,11 @@ MISSING = (
     Missing("use_grouped_gemm_for_dense_mlp", "either", "the MLP's matrices are one group"),
     Missing("moe_single_grouped_weight", "either", "the experts' weights are one tensor"),
     Missing("moe_single_grouped_bias", "either", "the experts' biases are one tensor"),
+    Missing("moe_use_grouped_tensor", "more", "the rows of each expert are padded"),
+    *(
+        Missing(name, "either", "the dispatcher exchanges tokens or their gradients in MXFP8", other_than("bf16"))
+        for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
+    ),
     Missing("moe_paged_stash", "either", "the experts' activations are kept in the pages of a buffer of fixed size"),
     Missing("moe_expert_rank_capacity_factor", "either", "a rank's experts take no more tokens than this", is_given),
     Missing("batch_invariant_mode", "either", "kernels that do not depend on the batch have other temporaries"),
@@ -347,6 +354,13 @@ MISSING = (
     Missing("overlap_p2p_comm_warmup_flush", "more", "a stage receives its next input while it computes"),
 )
 """Of TransformerConfig; a framework reads them under its own prefix."""
+OTHER_LOGITS = Missing(
+    "logit_dtype",
+    "either",
+    "the output layer writes logits of another type",
+    other_than("bf16", "bfloat16", "torch.bfloat16"),
+)
+"""Of the model's configuration of main of August 2026, not of TransformerConfig."""
 
 
 def _is_16_bits(value: Any) -> bool:

@@ -48,6 +48,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     OF_CLASSIC_GPT,
     OFFLOAD,
     OPTIMIZER,
+    OTHER_LOGITS,
     RECOMPUTE,
     SIZES,
     STAGES,
@@ -239,6 +240,8 @@ FLAGS_MISSING = (
     Missing(
         "use_mp_args_from_checkpoint_args", "either", "the checkpoint's parallel sizes replace those of the flags"
     ),
+    OTHER_LOGITS,
+    replace(OTHER_LOGITS, name="output_logit_dtype"),
     Missing("logits_load_dir", "more", "a teacher's logits are loaded beside the model's own", is_given),
     Missing("logits_save_dir", "more", "logits are copied to be saved", is_given),
     Missing("moe_routing_trace_path", "more", "the routing of each layer is recorded", is_given),
@@ -263,6 +266,11 @@ def complete(reading: Reading) -> None:
     take_sequence_parallel(reading)
     note_single_experts(reading)
     entries = reading.entries  # what memlab does not follow of a file may give them
+    if values.get("fine_grained_activation_offloading") and entries.environment.get("NVTE_CPU_OFFLOAD_V1") != "1":
+        reading.warnings.append(
+            "fine_grained_activation_offloading is on without NVTE_CPU_OFFLOAD_V1=1 in the job's environment, which "
+            "Megatron-LM refuses with Transformer Engine 2.10 or later: export it"
+        )
     has_sizes = "num_layers" in entries.by_key and not (entries.get("use_checkpoint_args") or entries.warnings)
     if has_sizes and "max_position_embeddings" not in entries.by_key:
         reading.warnings.append(
@@ -825,8 +833,8 @@ _USUAL_FLAGS = {"--tensor-model-parallel-size", "--num-layers", "--hidden-size",
 
 _WITHOUT_FLAG = (
     "_cpu_offloading_context", "adaptive_muon_beta2", "adaptive_muon_eps", "adaptive_muon_moment2_method",
-    "autocast_dtype", "average_in_collective", "batch_p2p_comm", "batch_p2p_sync", "bf16", "bias_dropout_fusion",
-    "check_for_nan_in_grad", "cpu_offloading_activations", "cpu_offloading_double_buffering",
+    "autocast_dtype", "average_in_collective", "batch_p2p_comm", "batch_p2p_sync", "beta_fast", "beta_slow", "bf16",
+    "bias_dropout_fusion", "check_for_nan_in_grad", "cpu_offloading_activations", "cpu_offloading_double_buffering",
     "cpu_offloading_weights", "cuda_graph_retain_backward_graph", "cuda_graph_use_single_mempool",
     "decoupled_weight_decay", "embedding_init_method", "experimental_attention_variant_loss_scale_func",
     "finalize_model_grads_func", "fp16", "fp4_param", "fp8_param_gather", "fp8_recipe",
@@ -834,11 +842,11 @@ _WITHOUT_FLAG = (
     "hetereogenous_dist_checkpoint", "inference_sampling_seed", "init_method", "is_hybrid_model",
     "megatron_fsdp_cuda_graph_mode", "megatron_fsdp_use_decoupled_grad", "memory_efficient_layer_norm",
     "microbatch_group_size_per_vp_stage", "moe_extended_tp", "moe_grad_scale_func", "moe_token_dropping",
-    "mtp_grad_scale_func", "no_sync_func", "output_layer_init_method", "overlap_param_gather", "param_sync_func",
-    "persist_layer_norm", "pipeline_dtype", "preserve_fp32_weights", "soap_precondition_frequency",
-    "soap_shampoo_beta", "soap_use_kl_shampoo", "softmax_scale", "timers", "tp_comm_atomic_ag", "tp_comm_atomic_rs",
-    "tp_comm_overlap_disable_fc1", "tp_comm_overlap_disable_qkv", "tp_only_amax_red", "use_kitchen_attention",
-    "use_te_rng_tracker",
+    "mtp_grad_scale_func", "no_sync_func", "original_max_position_embeddings", "output_layer_init_method",
+    "overlap_param_gather", "param_sync_func", "persist_layer_norm", "pipeline_dtype", "preserve_fp32_weights",
+    "soap_precondition_frequency", "soap_shampoo_beta", "soap_use_kl_shampoo", "softmax_scale", "timers",
+    "tp_comm_atomic_ag", "tp_comm_atomic_rs", "tp_comm_overlap_disable_fc1", "tp_comm_overlap_disable_qkv",
+    "tp_only_amax_red", "use_kitchen_attention", "use_te_rng_tracker",
 )  # fmt: skip
 """Fields of Megatron-Core's configs without effect for which Megatron-LM has no flag, or another meaning."""
 FLAGS_WITHOUT_EFFECT = (

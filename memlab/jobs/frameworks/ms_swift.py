@@ -76,6 +76,7 @@ from memlab.jobs.frameworks.megatron_lm import (
     named,
     take_sequence_parallel,
 )
+from memlab.jobs.frameworks.refused_options import check_swift
 from memlab.jobs.frameworks.reinforcement import (
     drop_frozen_parts,
     longest_sequence,
@@ -291,6 +292,17 @@ def _complete_adapters(reading: Reading) -> None:
         return
     values |= {"lora_library": "mcore_bridge", "lora_enable_input_require_grads": True}
     complete_adapters(reading, "tuner_type", lacks)
+
+
+def _check(reading: Reading) -> None:
+    check_backend(reading, "flash")
+    check_swift(reading)
+    connections = reading.entries.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if reading.entries.get("use_megatron_fsdp") and connections == "1":
+        reading.warnings.append(
+            "use_megatron_fsdp is on with CUDA_DEVICE_MAX_CONNECTIONS 1, which ms-swift sets unless the job's "
+            "environment does, and refuses: export another number, such as 32"
+        )
 
 
 def _complete_model(reading: Reading, architecture: Architecture) -> None:
@@ -940,7 +952,7 @@ MS_SWIFT = Framework(
     | frozenset(("lm_loss_beside",)),
     cannot_write_of=cannot_write,
     packs=_packs,
-    check=lambda reading: check_backend(reading, "flash"),
+    check=_check,
     leaves_out=lambda value: value is None,
     render=render,
 )

@@ -157,6 +157,11 @@ def complete(reading: Reading) -> None:
         _take_tower(reading, generates=generates)
     else:
         drop_images(reading)
+    if every := reading.get(key := f"{_DTENSOR}.clear_cache_every_n_steps"):
+        reading.warnings.append(
+            f"{key} {every}: torch gives its cached memory back to CUDA before each of so many micro-batches, so that "
+            "less may be reserved than memlab says; what is allocated is the same"
+        )
     per_node = complete_ranks(reading)
     _take_groups(reading)
     _note_classes(reading)

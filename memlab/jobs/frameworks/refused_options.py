@@ -1,12 +1,13 @@
 """Rules by which Megatron refuses a job for an option that memlab does not predict, or that the model does not have.
 
-Each is in megatron-core 0.16.1 and in main of August 2026 (d98e8a64).
+Each is in megatron-core 0.16.1 and in main of August 2026 (d98e8a64), unless the option is newer than 0.16.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 from memlab.config.architectures import Architecture
 from memlab.config.option import EngineName
@@ -18,7 +19,24 @@ _ONE_OF_TWO = "leave one of the two out"
 
 
 def _is_on(reading: Reading, field: str) -> bool:
-    return any(one.key.rpartition(".")[2] == field for one in reading.not_modelled)
+    # The gradients' config (ddp) has a key delay_wgrad_compute too, without a rule.
+    found = [one.key for one in reading.not_modelled if one.key.rpartition(".")[2] == field]
+    return any("ddp" not in key and "data_parallel" not in key for key in found)
+
+
+def _has(reading: Reading, name: str) -> bool:
+    return bool(reading.values.get(name) or reading.entries.get(name)) or _is_on(reading, name)
+
+
+def _needs(name: str, *needed: str) -> _Rule:
+    return (
+        lambda job: _has(job, name) and not any(_has(job, one) for one in needed),
+        *(f"{name} without {' or '.join(needed)}", f"give {needed[0]}, or leave {name} out", needed[0]),
+    )
+
+
+def _excludes(name: str, other: str) -> _Rule:
+    return (lambda job: _has(job, name) and _has(job, other), f"{name} with {other}", _ONE_OF_TWO, other)
 
 
 def _offloads_layers(reading: Reading) -> bool:
@@ -40,6 +58,29 @@ _OF_CORE: tuple[_Rule, ...] = (
     (
         lambda job: _offloads_layers(job) and _ranks(job, "pipeline_model") > 1,
         *("cpu_offloading with pipeline stages", _ONE_OF_TWO, "pipeline_model_parallel_size"),
+    ),
+    *(
+        _needs(*names)
+        for names in (
+            ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm"),
+            ("ep_overlap_early_attn_memory_release", "overlap_moe_expert_parallel_comm"),
+            ("fine_grained_activation_offloading", "offload_modules"),
+            ("fp4_param_gather", "fp4"),
+            ("fp8_output_proj", "fp8_format"),
+            ("fp8_param_gather", "fp8_format"),
+        )
+    ),
+    (
+        lambda job: _is_on(job, "defer_embedding_wgrad_compute") and _ranks(job, "pipeline_model") == 1,
+        "defer_embedding_wgrad_compute without pipeline stages",
+        *("leave defer_embedding_wgrad_compute out", "pipeline_model_parallel_size"),
+    ),
+    (
+        lambda job: (
+            job.values.get("use_precision_aware_optimizer") and job.values.get("use_distributed_optimizer") is False
+        ),
+        "use_precision_aware_optimizer without the distributed optimizer",
+        *("switch use_distributed_optimizer on, or leave the other out", "use_distributed_optimizer"),
     ),
     (
         lambda job: _offloads_layers(job) and job.values.get("recompute_granularity"),
@@ -63,15 +104,36 @@ _OF_CORE: tuple[_Rule, ...] = (
         *("first_last_layers_bf16 with FP8 by the delayed recipe", "choose another recipe", "fp8_recipe"),
     ),
 )
-"""``TransformerConfig.__post_init__`` (megatron/core/transformer/transformer_config.py)."""
+"""``__post_init__`` of ``TransformerConfig``, ``ModelParallelConfig`` and ``OptimizerConfig``."""
+
+
+def _value(job: Reading, field: str) -> Any:
+    found = [one.value for one in job.not_modelled if one.key.rpartition(".")[2] == field]
+    return found[0] if found else None
 
 
 def _wrong_product(job: Reading) -> bool:
-    sizes = job.entries.get("hierarchical_context_parallel_sizes")
-    numbers = sizes if isinstance(sizes, list) else [sizes]
+    sizes = _value(job, "hierarchical_context_parallel_sizes")
+    numbers = sizes if isinstance(sizes, (list, tuple)) else [sizes]
     return all(isinstance(size, int) for size in numbers) and prod(numbers) != _ranks(job, "context")
 
 
+_OF_RANKS: tuple[_Rule, ...] = (
+    (
+        _wrong_product,
+        "hierarchical_context_parallel_sizes with another product than context_parallel_size",
+        *("change one of them", "context_parallel_size"),
+    ),
+    (
+        lambda job: (
+            "a2a+p2p" in str(_value(job, "cp_comm_type")) and _value(job, "hierarchical_context_parallel_sizes") is None
+        ),
+        "cp_comm_type a2a+p2p without hierarchical_context_parallel_sizes",
+        *("give these sizes", "cp_comm_type"),
+    ),
+    _excludes("deterministic_mode", "cross_entropy_loss_fusion"),
+)
+"""Of Megatron-LM's arguments, and of Megatron-Bridge."""
 _OF_ARGUMENTS: tuple[_Rule, ...] = (
     (
         lambda job: job.entries.get("recompute_modules") is True,
@@ -140,13 +202,75 @@ _OF_ARGUMENTS: tuple[_Rule, ...] = (
         "attention_backend local without --spec local",
         *("give transformer_impl local in its place", "attention_backend"),
     ),
-    (
-        _wrong_product,
-        "hierarchical_context_parallel_sizes with another product than context_parallel_size",
-        *("change one of them", "context_parallel_size"),
+    *_OF_RANKS,
+    *(
+        _needs(*names)
+        for names in (
+            ("fsdp_manual_registration", "use_megatron_fsdp"),
+            ("hybrid_context_parallel", "calculate_per_token_loss"),
+            ("load_main_params_from_ckpt", "no_load_optim"),
+            ("moe_use_upcycling", "save"),
+            ("replication", "replication_jump"),
+            *(
+                ("overlap_param_gather_with_optimizer_step", one)
+                for one in ("use_distributed_optimizer", "overlap_param_gather")
+            ),
+        )
+    ),
+    *(_excludes("use_torch_fsdp2", one) for one in ("use_distributed_optimizer", "fp16")),
+    *(
+        (
+            lambda job, name=name: _has(job, name) and _ranks(job, "pipeline_model") > 1,
+            *(f"{name} with pipeline stages", _ONE_OF_TWO, "pipeline_model_parallel_size"),
+        )
+        for name in ("use_torch_fsdp2", "hybrid_context_parallel")
     ),
 )
 """``validate_args`` and the parser (megatron/training/arguments.py)."""
+_OF_SCHEDULES = (
+    *(_excludes("train_iters", one) for one in ("train_samples", "lr_decay_samples", "lr_warmup_samples")),
+    *(_excludes("train_samples", one) for one in ("lr_decay_iters", "lr_warmup_iters")),
+)
+"""The same, of what it completes itself before it prints a log."""
+_OF_BRIDGE = (
+    *_OF_RANKS,
+    (
+        lambda job: any(one.key.endswith("cuda_graph_impl") and one.value == "local" for one in job.not_modelled),
+        *("cuda_graph_impl local", "choose transformer_engine or full_iteration", "cuda_graph_impl"),
+    ),
+)
+"""``ConfigContainer.validate`` (src/megatron/bridge/training/config.py, 0.6.2)."""
+
+_OF_SWIFT: tuple[_Rule, ...] = (
+    (
+        lambda job: job.entries.get("group_by_length") and job.entries.get("padding_free") is not False,
+        *("group_by_length with padding_free", "switch padding_free off, which is on by default", "group_by_length"),
+    ),
+    (
+        lambda job: (
+            _has(job, "tp_comm_overlap") and not (_has(job, "sequence_parallel") and _ranks(job, "tensor_model") > 1)
+        ),
+        "tp_comm_overlap without tensor parallel ranks that split sequences",
+        *("switch sequence_parallel on, or leave tp_comm_overlap out", "sequence_parallel"),
+    ),
+    (
+        lambda job: (
+            job.values.get("moe_token_dispatcher_type") == "allgather"
+            and job.entries.get("megatron_extra_kwargs.variable_seq_lengths") is not False
+        ),
+        "moe_token_dispatcher_type allgather with sequences of variable length",
+        *("choose alltoall, since mcore-bridge always has such sequences", "moe_token_dispatcher_type"),
+    ),
+    _needs("mtp_shared_weights", "mtp_num_layers"),
+    *(
+        (
+            lambda job, name=name: job.entries.get(name) is not None and not _is_on(job, "optimizer"),
+            *(f"{name} with another optimizer than muon", f"leave {name} out", "optimizer"),
+        )
+        for name in ("muon_lr", "muon_min_lr")
+    ),
+)
+"""swift/megatron/arguments/megatron_args.py (4.6.0) and mcore-bridge's ``ModelConfig`` (1.6.5)."""
 
 
 def check_core(reading: Reading, architecture: Architecture | None, engine: EngineName) -> None:
@@ -163,6 +287,8 @@ def check_core(reading: Reading, architecture: Architecture | None, engine: Engi
     if engine != "megatron":
         return
     _check(reading, _OF_CORE, "Megatron-Core refuses")
+    if architecture is not None:
+        _check(reading, _OF_EXPERTS, "Megatron-Core refuses")
     if architecture is not None and not architecture.multi_latent_attention:
         _check(reading, (_LATENT,), "Megatron-Core refuses")
 
@@ -173,7 +299,27 @@ def check_flags(reading: Reading) -> None:
     Raises:
         CannotStartError: If one refuses the job.
     """
-    _check(reading, _OF_ARGUMENTS, "the arguments of Megatron-LM refuse")
+    is_log = "add_bias_linear" in reading.entries.by_key  # which has the flags' destinations
+    rules = _OF_ARGUMENTS if is_log else (*_OF_ARGUMENTS, *_OF_SCHEDULES)
+    _check(reading, rules, "the arguments of Megatron-LM refuse")
+
+
+def check_bridge(reading: Reading) -> None:
+    """Checks rules of Megatron-Bridge.
+
+    Raises:
+        CannotStartError: If one refuses the job.
+    """
+    _check(reading, _OF_BRIDGE, "Megatron-Bridge refuses")
+
+
+def check_swift(reading: Reading) -> None:
+    """Checks rules of ms-swift.
+
+    Raises:
+        CannotStartError: If one refuses the job.
+    """
+    _check(reading, _OF_SWIFT, "ms-swift refuses")
 
 
 def note_single_experts(reading: Reading) -> None:
@@ -185,6 +331,17 @@ def note_single_experts(reading: Reading) -> None:
         )
 
 
+_OF_EXPERTS = tuple(
+    _needs(*names)
+    for names in (
+        ("moe_paged_stash", "moe_expert_rank_capacity_factor"),
+        ("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor"),
+        ("moe_router_group_topk", "moe_router_num_groups"),
+        ("moe_router_padding_for_fp8", "fp8_format", "fp4"),
+        ("moe_router_padding_for_quantization", "fp8_format", "fp4"),
+    )
+)
+"""``TransformerConfig`` has these rules for dense models too."""
 _LATENT = (
     lambda job: _selects(job, "mla_up_proj"),
     *("mla_up_proj in recompute_modules without multi-latent attention", "leave mla_up_proj out", "recompute_modules"),

@@ -12,6 +12,7 @@ from memlab.jobs.frameworks import (
     skyrl_fsdp,
     skyrl_sft_fsdp,
     verl_fsdp,
+    verl_old_sft,
     verl_own_classes,
     verl_sft_fsdp,
 )
@@ -29,7 +30,7 @@ from memlab.jobs.frameworks.slime_critic import SLIME_CRITIC
 from memlab.jobs.frameworks.torchtitan import TORCHTITAN
 from memlab.jobs.frameworks.verl import VERL
 from memlab.jobs.frameworks.verl_critic import VERL_CRITIC
-from memlab.jobs.frameworks.verl_sft import VERL_SFT
+from memlab.jobs.frameworks.verl_sft import VERL_SFT, chooses_old_trainer
 
 FRAMEWORKS: dict[str, Framework] = {
     framework.name: framework
@@ -40,7 +41,11 @@ _OF_OTHER_ENGINES: dict[str, tuple[tuple[Callable[[dict[str, Any]], bool], Frame
     "skyrl": ((skyrl_fsdp.chooses_fsdp, skyrl_fsdp.SKYRL_FSDP),),
     "skyrl-sft": ((skyrl_sft_fsdp.chooses_fsdp, skyrl_sft_fsdp.SKYRL_SFT_FSDP),),
     "verl": ((verl_fsdp.chooses_fsdp, verl_fsdp.VERL_FSDP), *verl_own_classes.OF_TRAINER),
-    "verl-sft": ((verl_sft_fsdp.chooses_fsdp, verl_sft_fsdp.VERL_SFT_FSDP), *verl_own_classes.OF_SFT),
+    "verl-sft": (
+        (verl_sft_fsdp.chooses_fsdp, verl_sft_fsdp.VERL_SFT_FSDP),
+        (chooses_old_trainer, verl_old_sft.VERL_OLD_SFT),
+        *verl_own_classes.OF_SFT,
+    ),
 }
 """For a framework that has several engines, the others: whether the values of a job by key choose one, and its table;
 the first is the one that memlab writes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
@@ -452,10 +453,16 @@ def check_batches(reading: Reading, factors: dict[str, int], micro: tuple[str, i
         )
 
 
-def refuse_program(reading: Reading, ends: tuple[str, ...], does: str = "generates") -> None:
-    """Refuses a job of a program that trains nothing, by how its name ends."""
+def refuse_program(reading: Reading, names: str, does: str = "generates") -> None:
+    """Refuses a job of a program that trains nothing.
+
+    Args:
+        reading: Of the job.
+        names: A pattern that the whole name of such a program or module has, without what it lies in.
+        does: What such a program does.
+    """
     program = reading.entries.program
-    if program is not None and str(program.value).removesuffix(".py").endswith(ends):
+    if program is not None and re.search(rf"(^|[./])({names})([.]py)?$", str(program.value)):
         reading.blocked["job"].append(f"{program.value} ({program.place}): it {does} and does not train")
 
 

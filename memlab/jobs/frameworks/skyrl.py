@@ -96,8 +96,8 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
-WITHOUT_TRAINING = ("serve", "_generate")
-"""How the programs end that only start an inference engine (``skyrl/train/entrypoints``, and Harbor's)."""
+WITHOUT_TRAINING = r"serve|main_(\w+_)?generate"
+"""Names of the programs that only start an inference engine (``skyrl/train/entrypoints``, and Harbor's)."""
 
 
 def complete(reading: Reading) -> None:

@@ -123,6 +123,7 @@ SKYRL_SFT = Framework(
     signs=Signs(
         looked_for="main_sft",
         programs=("skyrl.train.main_sft",),
+        of_command=lambda words: any(word.lstrip("+~").startswith("micro_train_batch_size_per_gpu=") for word in words),
         of_tree=lambda begins: begins("megatron_config."),
     ),
     style="overrides",

@@ -134,8 +134,8 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
-_CONVERTERS = ("convert_hf_to_torch_dist", "convert_to_hf", "convert_torch_dist_to_hf", "torch_dist_to_hf_parallel")
-"""Ends of the names of programs in ``tools/`` (624b824a)."""
+_CONVERTERS = r"convert_\w+"
+"""Names of programs in ``tools/`` (624b824a)."""
 
 
 def complete(reading: Reading) -> None:

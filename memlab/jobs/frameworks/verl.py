@@ -146,30 +146,51 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
-WITHOUT_TRAINING = ("main_generation", "main_generation_server", "main_eval")
-"""Ends of the names of verl's programs that take keys of a training, and train nothing."""
+def refuse_without_training(reading: Reading) -> None:
+    """Refuses the jobs of verl's programs that take keys of a training, and train nothing."""
+    refuse_program(reading, "main_generation(_server)?")
+    refuse_program(reading, "main_eval", "evaluates")
 
 
 def note_program(reading: Reading) -> None:
-    """Says where a program's own configuration is not known."""
+    """Says that a program is not verl's own, and whether its configuration is known."""
     program = reading.entries.program
-    if program is None or "config_name" in reading.entries.by_key:
+    name = "verl." if program is None else str(program.value)
+    if program is None or name.startswith(("verl.", "verl/")) or "/verl/" in name:
         return
-    name = str(program.value)
-    if not name.startswith(("verl.", "verl/")) and "/verl/" not in name:
-        reading.warnings.append(
-            f"{program.place}: {name} is no program of verl's own, and may have a configuration of its own: memlab "
-            "takes verl's defaults for what the file does not give; give --set KEY=VALUE for others"
-        )
+    configuration = reading.entries.by_key.get("config_name")
+    reading.warnings.append(
+        f"{program.place}: {name} is no program of verl's own, and may have a configuration of its own: memlab takes "
+        "verl's defaults for what the file does not give; give --set KEY=VALUE for others"
+        if configuration is None
+        else f"{program.place}: {name} is no program of verl's own: memlab takes its configuration, "
+        f"{configuration.value}, and not what else it does"
+    )
+
+
+def take_gpus_of_the_engine(reading: Reading) -> None:
+    """Takes an inference engine on GPUs of its own where a job trains fully asynchronously.
+
+    Its trainer asserts that ``hybrid_engine`` is false (``verl/experimental/fully_async_policy``, 1dda039b).
+    """
+    key = next((key for key in ("rollout.n_gpus_per_node", "rollout.nnodes") if key in reading.entries.by_key), None)
+    if key is None or not reading.values["is_colocated"]:
+        return
+    reading.values["is_colocated"] = False
+    reading.warnings.append(
+        f"{key}: the engine has GPUs of its own, for which verl's trainer asserts that actor_rollout_ref.hybrid_engine "
+        "is false: give actor_rollout_ref.hybrid_engine=False, as memlab takes it"
+    )
 
 
 def complete(reading: Reading) -> None:
     """Derives ranks, workload and gradients."""
     values = reading.values
-    refuse_program(reading, WITHOUT_TRAINING)
+    refuse_without_training(reading)
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
     note_program(reading)
+    take_gpus_of_the_engine(reading)
     check_engine(reading)
     note_critic(reading, "critic.megatron")
     section = "megatron.override_transformer_config"

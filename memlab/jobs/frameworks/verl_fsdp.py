@@ -50,23 +50,23 @@ from memlab.jobs.frameworks.reinforcement import (
     note_other_reference,
     note_replaced_values,
     only_segments,
-    refuse_program,
     sequences_of_a_step,
     take_rollout,
     take_sequences,
 )
 from memlab.jobs.frameworks.verl import (
     VERL,
-    WITHOUT_TRAINING,
     check_policy_loss,
     check_sequences,
     compares,
     copies_of_bucket,
     note_critic,
     note_program,
+    refuse_without_training,
     rows_of_passes,
     skip_passes,
     take_allocator,
+    take_gpus_of_the_engine,
     take_rows_of_budget,
 )
 from memlab.jobs.frameworks.verl_checkout import FP32_SINCE, RELEASE, version_around
@@ -227,10 +227,11 @@ def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_
         has_reference_on_host: Whether a reference model's shards are on the host, wherever the policy's are.
     """
     values, per_node = reading.values, reading.values.pop("ranks_per_node")
-    refuse_program(reading, WITHOUT_TRAINING)
+    refuse_without_training(reading)
     del values["nodes"]
     reading.known.add("config_name")
     note_program(reading)
+    take_gpus_of_the_engine(reading)
     note_critic(reading, f"critic.{name}")
     if values["is_colocated"]:
         take_allocator(reading)

@@ -56,6 +56,14 @@ FRAMEWORK_MISSING = (
     ),
 )
 
+OF_OLD_TRAINER = ("model.partial_pretrain", "use_remove_padding", "ulysses_sequence_parallel_size")
+"""Keys that only the earlier trainer reads, ``verl.trainer.fsdp_sft_trainer``."""
+
+
+def chooses_old_trainer(values: dict[str, Any]) -> bool:
+    """Whether a job has keys of the earlier trainer."""
+    return not values.keys().isdisjoint(OF_OLD_TRAINER)
+
 
 def complete(reading: Reading) -> None:
     """Derives ranks, workload and gradients."""
@@ -96,7 +104,7 @@ VERL_SFT = Framework(
     source="0.9.1",
     signs=Signs(
         looked_for="sft_trainer",
-        programs=("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray"),
+        programs=("verl.trainer.sft_trainer", "verl.trainer.sft_trainer_ray", "verl.trainer.fsdp_sft_trainer"),
         of_tree=lambda begins: begins("engine.") and begins("optim."),
     ),
     style="overrides",

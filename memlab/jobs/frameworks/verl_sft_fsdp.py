@@ -23,7 +23,7 @@ from memlab.jobs.frameworks.verl_fsdp import (
     engine_missing,
     take_sync_of_gradients,
 )
-from memlab.jobs.frameworks.verl_sft import VERL_SFT
+from memlab.jobs.frameworks.verl_sft import VERL_SFT, chooses_old_trainer
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _PREFIXES = ("engine", "optim", "model")
@@ -41,7 +41,7 @@ KEYS = (
 def chooses_fsdp(values: dict[str, Any]) -> bool:
     """Whether a job trains with FSDP, as verl does where no key says else."""
     engine = values.get("engine.strategy") or values.get("engine")
-    return (engine or "fsdp") in ("fsdp", "fsdp2", "fsdp_turbo")
+    return (engine or "fsdp") in ("fsdp", "fsdp2", "fsdp_turbo") and not chooses_old_trainer(values)
 
 
 def complete(reading: Reading) -> None:

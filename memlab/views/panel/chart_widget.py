@@ -20,7 +20,7 @@ import traitlets
 
 from memlab.views.figures.frame import Drawing
 from memlab.views.figures.palette import INK
-from memlab.views.panel.static_files import page_code
+from memlab.views.panel.static_files import widget_code
 
 _PLOTLY_JS = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 
@@ -37,7 +37,7 @@ class ChartWidget(anywidget.AnyWidget):
         lock: Held while a click is compared with the picture and answered, so that no other picture comes in between.
     """
 
-    _esm = page_code("chart.js")
+    _esm = widget_code("chart.js")
 
     ink = traitlets.Unicode(INK).tag(sync=True)
     """The colour of text and lines that the page replaces by its theme's."""

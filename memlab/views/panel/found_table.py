@@ -9,7 +9,7 @@ from typing import Any
 import anywidget
 import traitlets
 
-from memlab.views.panel.static_files import page_code
+from memlab.views.panel.static_files import widget_code
 
 
 class FoundTable(anywidget.AnyWidget):
@@ -20,7 +20,7 @@ class FoundTable(anywidget.AnyWidget):
         lock: Held while a click is compared with the rows and answered, so that no other rows come in between.
     """
 
-    _esm = page_code("found_table.js")
+    _esm = widget_code("found_table.js")
 
     content: Any = traitlets.Dict({"html": "", "choices": [], "shown": 0}).tag(sync=True)
     """The text, a number for each row of the table's body, and how often `show` was called."""

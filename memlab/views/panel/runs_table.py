@@ -7,13 +7,13 @@ from typing import Any
 import anywidget
 import traitlets
 
-from memlab.views.panel.static_files import page_code
+from memlab.views.panel.static_files import widget_code
 
 
 class RunsTable(anywidget.AnyWidget):
     """Rows of text, of which one is shown and one may be pinned."""
 
-    _esm = page_code("runs_table.js")
+    _esm = widget_code("runs_table.js")
 
     columns: Any = traitlets.List().tag(sync=True)
     """Pairs of a row's key and the column's heading."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import anywidget
 import traitlets
 
-from memlab.views.panel.static_files import page_code
+from memlab.views.panel.static_files import widget_code
 
 
 class Slider(anywidget.AnyWidget):
     """The browser's own slider for whole numbers; its value changes when the user releases the handle."""
 
-    _esm = page_code("slider.js")
+    _esm = widget_code("slider.js")
 
     name = traitlets.Unicode().tag(sync=True)
     """What it sets, for screen readers."""

@@ -40,6 +40,7 @@ class Model {
   get(name) {
     return this[name];
   }
+  set() {}
   on(name, listener) {
     if (name === "change:picture") this.#listeners.add(listener);
   }

@@ -1,5 +1,7 @@
 // The chart on the page. Its model holds one picture: what plotly draws. The kernel gets the point that a user clicks on.
 
+import { hearing } from "./hearing.js";
+
 // A press that moves further is a drag, which zooms; plotly has the same limit.
 const CLICK_PIXELS = 8;
 // plotly labels the nearest point within this distance.
@@ -247,4 +249,4 @@ function initialize() {
   }, RESTORED_MS);
 }
 
-export default { initialize, render };
+export default { initialize, render: hearing(render) };

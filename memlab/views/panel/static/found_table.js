@@ -1,5 +1,7 @@
 // A table of settings that a search has found: a click on a row, or a press of its button, chooses the row's settings.
 
+import { hearing } from "./hearing.js";
+
 function render({ model, el }) {
   const frame = document.createElement("div");
   // It scrolls where the panel is narrow, and a keyboard scrolls only what it can reach.
@@ -31,4 +33,4 @@ function render({ model, el }) {
   return () => model.off("change:content", draw);
 }
 
-export default { render };
+export default { render: hearing(render) };

@@ -1,5 +1,7 @@
 // The table of runs: a click or an arrow key chooses the run that the panel shows.
 
+import { hearing } from "./hearing.js";
+
 function cell(tag, text, row) {
   const element = document.createElement(tag);
   element.textContent = text;
@@ -109,4 +111,4 @@ function render({ model, el }) {
   return () => resized.disconnect();
 }
 
-export default { render };
+export default { render: hearing(render) };

@@ -1,5 +1,7 @@
 // The browser's own slider, with an accessible name.
 
+import { hearing } from "./hearing.js";
+
 function render({ model, el }) {
   const range = document.createElement("input");
   range.type = "range";
@@ -21,4 +23,4 @@ function render({ model, el }) {
   };
 }
 
-export default { render };
+export default { render: hearing(render) };
