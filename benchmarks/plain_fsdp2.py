@@ -126,6 +126,8 @@ class Job:
     use_orig_params: bool = False
     attn_implementation: str = "sdpa"
     """With ``flash_attention_2``, torch's own copy of flash-attn 2 takes the place of the package."""
+    cp_comm_type: str = "p2p"
+    loss_of_transformers: str = "cross_entropy"
     lora_rank: int | None = None
     """Of PEFT's adapters, beside all linears of the layers; they are written here as PEFT 0.21.2 computes them."""
 
@@ -263,6 +265,7 @@ def _wider_jobs() -> list[Job]:
         replace(llama, **one),
         *_combined_jobs(),
         *_latest_jobs(),
+        *_jobs_of_ulysses(),
     ]
 
 
@@ -317,6 +320,26 @@ def _latest_jobs() -> list[Job]:
         replace(cohere, seq_length=8192, checkpointing=True, fp32_sharded_params=True),
         replace(seed, num_layers=6, seq_length=8192, checkpointing=True, fp32_sharded_params=True),
         replace(phi, num_layers=32, seq_length=2048, micro_batch_size=4, adam_implementation="fused"),
+    ]
+
+
+def _jobs_of_ulysses() -> list[Job]:
+    """Returns jobs whose two ranks share each row."""
+    llama = Job(
+        model="llama-3.1-8b",
+        num_layers=8,
+        seq_length=8192,
+        num_ranks=2,
+        context_parallel_size=2,
+        cp_comm_type="a2a",
+        attn_implementation="flash_attention_2",
+        loss_of_transformers="logprobs_flash_attn",
+    )
+    qwen, by_row = replace(llama, model="qwen3-8b"), {"loss_of_transformers": "logprobs_by_row"}
+    return [
+        replace(llama, checkpointing=True, fp32_sharded_params=True),
+        replace(qwen, packed_sequences=4, **by_row),
+        replace(llama, model="qwen2.5-7b", seq_length=16384, packed_sequences=8, checkpointing=True, fsdp_version=1),
     ]
 
 
@@ -499,6 +522,12 @@ def inputs_of(job: Job, vocab_size: int, device: str) -> dict[str, Any]:
 
 def forward(job: Job, model: Any, inputs: dict[str, Any]) -> tuple[Any, Any]:
     """Returns the output with the logits, and the loss."""
+    if job.loss_of_transformers.startswith("logprobs"):
+        from benchmarks.plain_fsdp2_ulysses import loss_of_logprobs
+
+        tokens = inputs.pop("labels")
+        by_row = job.loss_of_transformers == "logprobs_by_row"
+        return None, loss_of_logprobs(model(**inputs).logits, tokens, by_row=by_row)
     if job.tensor_model_parallel_size == 1:
         import torch
 

@@ -82,6 +82,10 @@ def varlen_of_torch(module: Any, query: Any, key: Any, value: Any, mask: Any, **
     """Attends as transformers has flash-attn 2 attend, with torch's own copy of its kernels."""
     import torch
 
+    if (group := options.pop("context_parallel_group", None)) is not None:
+        from benchmarks.plain_fsdp2_ulysses import attend_over_ranks
+
+        return attend_over_ranks(varlen_of_torch, group, module, query, key, value, **options)
     positions, window, batch = options.get("position_ids"), options.get("sliding_window"), len(query)
     tensors = [each.transpose(1, 2) for each in (query, key, value)]
     ends, longest = None, query.shape[2]
@@ -174,12 +178,20 @@ def adapt(model: Any, rank: int) -> None:
 
 @contextmanager
 def sharded_sequences(job: Any, model: Any, inputs: dict[str, Any], device: str) -> Iterator[dict[str, Any]]:
-    """Shards a batch over context parallel ranks as NeMo Automodel does, for the block; yields the rank's part."""
+    """Shards a batch over context parallel ranks, for the block; yields the rank's part.
+
+    As NeMo Automodel does, or with Ulysses as verl does.
+    """
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     if job.context_parallel_size == 1:
         yield inputs
+        return
+    if job.cp_comm_type == "a2a":
+        from benchmarks.plain_fsdp2_ulysses import part_of_row
+
+        yield part_of_row(job, inputs, device)
         return
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel

@@ -5,9 +5,11 @@
     python -m benchmarks.plain_fsdp2_pipeline predict FOLDER/steps.jsonl        anywhere
     python -m benchmarks.plain_fsdp2_pipeline predict-jobs FILE                 before a measurement
 
-The stages are torch's own (`torch.distributed.pipelining`); between two processes, torch finds the shapes that they
-send by itself, in the first step. A job of more ranks than GPUs is taken for one of its ranks, with torch's ``fake``
-process group in the place of the others.
+The stages are torch's own (`torch.distributed.pipelining`). They are told the shapes that they send, as by NeMo
+Automodel; with `PipelineJob.finds_shapes`, torch finds them in the first step, by a forward pass of each stage whose
+blocks the allocator keeps. In each pass of a stage transformers asks the device whether rows are packed, and waits for
+it; with `PipelineJob.keeps_masks` no pass waits, as with NeMo Automodel, which makes each stage's mask once. A job of
+more ranks than GPUs is taken for one of its ranks, with torch's ``fake`` process group in the place of the others.
 """
 
 from __future__ import annotations
@@ -18,14 +20,16 @@ import json
 import re
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.forked_jobs import GIB, NoMemory, about_gpu, prepare
 from benchmarks.forked_jobs import measure as measure_jobs
-from benchmarks.plain_fsdp2 import Job, compared, model_of, optimizer_of, predicted_of, print_summary
+from benchmarks.plain_fsdp2 import MODELS, Job, compared, model_of, optimizer_of, predicted_of, print_summary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +45,8 @@ class PipelineJob(Job):
     """The rank that is taken of a job with the ``fake`` process group."""
     schedule_runs: int = 1
     return_outputs: bool = True
+    finds_shapes: bool = False
+    keeps_masks: bool = False
 
     @property
     def layers_of_parts(self) -> list[int]:
@@ -89,7 +95,24 @@ def jobs() -> list[PipelineJob]:
         replace(phi, num_ranks=8, num_layers=16, stages=4, checkpointing=True, num_microbatches=8),
     ]
     alone = [replace(job, rank=rank) for job in eight for rank in (0, 8 - 8 // job.stages)]
-    return of_two + alone
+    kept = [replace(job, keeps_masks=True) for job in of_two + _later_jobs()]
+    return of_two + alone + [replace(job, finds_shapes=True) for job in of_two] + _later_jobs() + kept
+
+
+def _later_jobs() -> list[PipelineJob]:
+    """Returns jobs that were predicted by the code to which the others had led."""
+    llama = PipelineJob(model="llama-3.1-8b", num_layers=8)
+    moe = replace(llama, model="qwen3-30b-a3b", num_layers=4)
+    return [
+        moe,
+        replace(llama, model="phi-4", num_layers=10, seq_length=4096, chunks=2, checkpointing=True),
+        replace(llama, model="qwen3-8b", num_layers=12, chunks=3, adam_implementation="fused"),
+        replace(llama, model="mistral-7b-v0.3", num_layers=9, seq_length=8192, num_microbatches=8, checkpointing=True),
+        replace(llama, model="qwen2.5-7b", seq_length=4096, num_microbatches=6, fp32_sharded_params=True),
+        replace(llama, num_layers=6, chunks=2, micro_batch_size=2, return_outputs=False, reshard_after_forward="all"),
+        replace(moe, num_layers=6, seq_length=4096, chunks=2, checkpointing=True, adam_implementation="fused"),
+        replace(llama, model="phi-4", num_microbatches=12, schedule_runs=3, grad_reduce_in_bf16=True),
+    ]
 
 
 def stages_of(job: PipelineJob, rank: int, *, on_gpu: bool) -> list[Any]:
@@ -129,7 +152,7 @@ def stages_of(job: PipelineJob, rank: int, *, on_gpu: bool) -> list[Any]:
             parameter.to_local().detach().normal_(0, 0.02)
         model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(kind)
         options: dict[str, Any] = {}
-        if job.rank is not None:
+        if not job.finds_shapes:
             rows, config = (job.micro_batch_size, job.seq_length), model.config
             widths = (config.hidden_size, config.vocab_size)
             hidden, logits = (torch.empty(*rows, width, dtype=torch.bfloat16, device="meta") for width in widths)
@@ -172,6 +195,10 @@ def take_steps(job: PipelineJob, rank: int, shared: str, *, on_gpu: bool, num_st
     memory: Any = torch.cuda if on_gpu else NoMemory()
     memory.set_device(rank if job.rank is None else 0)
     rank = join(job, rank, shared, on_gpu=on_gpu)
+    if job.keeps_masks:
+        from transformers import masking_utils
+
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
     stages = stages_of(job, rank, on_gpu=on_gpu)
     optimizers = [optimizer_of(job, stage.submod) for stage in stages]
     config = stages[0].submod.config
@@ -235,7 +262,7 @@ def _without_votes(schedule: Any) -> None:
 
 def measure(folder: Path, only: str, seconds: float) -> int:
     """Takes the jobs; returns how many failed."""
-    num_gpus = prepare(("llama", "qwen3", "qwen2", "phi3", "mistral"))
+    num_gpus = prepare({MODELS[job.model][0] for job in jobs()})
     wanted = [job for job in jobs() if re.search(only, job.name)]
     rehearsed = wanted if num_gpus else [replace(job, seq_length=64) for job in wanted]
     return measure_jobs(rehearsed, take_steps, folder, seconds)
@@ -259,10 +286,31 @@ def ranks_of(job: PipelineJob) -> list[int]:
     return list(range(job.num_ranks)) if job.rank is None else [job.rank]
 
 
+def predicted_of_rank(job: PipelineJob, rank: int) -> dict[str, int]:
+    """Returns what memlab predicts of a rank, with what the job's passes wait for."""
+    from memlab.engines.fsdp2 import pipelined_model
+    from memlab.meter.labels import stream_order
+
+    divide = pipelined_model.PipelinedModel._divide
+
+    def divided(model: Any, module: Any, scenario: Any) -> Any:
+        parts = divide(model, module, scenario)
+        for part in parts:
+            part.model.rotary_emb.register_forward_pre_hook(lambda *_: stream_order().synchronize())
+        return parts
+
+    with ExitStack() as changes:
+        if job.rank is not None:  # the fake group has no stream that uses what is sent
+            changes.enter_context(patch.object(pipelined_model, "record_stream", lambda tensor, stream: None))
+        elif not job.keeps_masks:
+            changes.enter_context(patch.object(pipelined_model.PipelinedModel, "_divide", divided))
+        return predicted_of(job, layout_of(job, rank))
+
+
 def predict_jobs(file: Path) -> None:
     """Writes what memlab predicts of each job, before it is measured."""
     for job in jobs():
-        ranks = [predicted_of(job, layout_of(job, rank)) for rank in ranks_of(job)]
+        ranks = [predicted_of_rank(job, rank) for rank in ranks_of(job)]
         with file.open("a") as lines:
             lines.write(json.dumps({"name": job.name, "predicted": ranks}) + "\n")
         print(job.name, [{key: round(value / GIB, 3) for key, value in one.items()} for one in ranks], flush=True)
@@ -277,10 +325,7 @@ def predict(file: Path) -> int:
             continue
         job = PipelineJob(**row["job"])
         for rank, measured in zip(ranks_of(job), row["ranks"], strict=True):
-            print(
-                f"{job.name}, rank {rank}: {compared(predicted_of(job, layout_of(job, rank)), measured, errors)}",
-                flush=True,
-            )
+            print(f"{job.name}, rank {rank}: {compared(predicted_of_rank(job, rank), measured, errors)}", flush=True)
     print_summary(errors)
     return sum(abs(percent) > 1 for percent in errors["peak"])
 

@@ -21,6 +21,7 @@ from memlab.meter.observers import WATCHED, Answer, ObserveResults, unobserved
 
 _ADD, _SUM = torch.ops.aten.add.Tensor, torch.ops.aten.sum.dim_IntList
 _NORMS = torch.ops.aten._foreach_norm.Scalar
+_PUT = torch.ops.aten.index_put.default
 
 
 class _Active(threading.local):
@@ -46,18 +47,26 @@ def eager_backward() -> Iterator[None]:
 
 
 def as_autograd(answer: Answer) -> Answer:
-    """Returns answers in which autograd's sums of two gradients allocate nothing where they do not on a GPU.
+    """Returns answers in which autograd allocates nothing where it does not on a GPU.
 
-    There autograd adds a gradient to the first one in place if nobody else refers to it (``can_accumulate_inplace`` in
-    torch/csrc/autograd/input_buffer.cpp, torch 2.11 and 2.13), but never under a dispatch mode, such as a meter's.
+    There it adds a gradient to the first one in place if nobody else refers to it (``can_accumulate_inplace`` in
+    torch/csrc/autograd/input_buffer.cpp, torch 2.11 and 2.13), and the gradients of chosen rows to zeros
+    (``index_backward`` in torch/csrc/autograd/FunctionsManual.cpp), but never under a dispatch mode, such as a meter's.
     """
 
     def answered(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        # Fake tensors have no values to add.
         if func is _ADD and not kwargs and _active.depth and _adds_in_place(*args):
-            return args[0]  # fake tensors have no values to add
+            return args[0]
+        if func is _PUT and _active.depth and _is_of_index(torch._C._current_autograd_node()):
+            return args[0]
         return answer(func, args, kwargs)
 
     return answered
+
+
+def _is_of_index(node: Any) -> bool:
+    return node is not None and node.name() == "IndexBackward0"
 
 
 def bytes_beside(func: Any, args: Any, result: Any) -> int:

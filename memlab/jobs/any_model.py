@@ -84,9 +84,10 @@ def of_any_model(job: Job, read: Callable[[Architecture | None], Job]) -> OfAnyM
     given = {one.field: one.memlab_value for one in job.taken}
     jobs = [read(None)] if job.precision or job.has_own_engine else []
     is_own = any(one.scenario is not None for one in jobs)
-    if not is_own:
+    breaks_rule = not job.has_own_engine and any(one.cannot_start for one in jobs)
+    if not (is_own or breaks_rule):
         jobs = [read(model) for model in _stand_ins(job.model, given)]
-    if not [one for one in jobs if one.scenario is not None]:
+    if not breaks_rule and not [one for one in jobs if one.scenario is not None]:
         spreads_experts = (given.get("expert_model_parallel_size") or 1) > 1
         models = [_in_place(ARCHITECTURES[name], layers, given) for name, layers in _KINDS.items()]
         jobs = [read(model) for model in models if model.routes or not spreads_experts]

@@ -20,7 +20,7 @@ from memlab.meter.events import EventLog
 from memlab.meter.kept_gathers import KeptGathers
 from memlab.meter.labels import Labels, Product
 from memlab.meter.late_frees import LateFrees
-from memlab.meter.stream_order import STREAM_NUMBERS
+from memlab.meter.stream_order import SENDING, STREAM_NUMBERS
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
 _DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
@@ -50,6 +50,10 @@ class CachingMemory:
         self._kept_in_graph: set[int] = set()
         """Identities of allocations whose blocks are freed only when the capture ends."""
         self._waiting_blocks: list[int] = []
+        self._sent: set[int] = set()
+        """Identities of allocations that were sent to another rank."""
+        self._sent_blocks: list[int] = []
+        """Blocks of such allocations that were freed since the process has last waited for the device."""
         self._pinned = PinnedMemory()
         self._limit_bytes: int | None = None
         self._requests: RequestLog | None = None
@@ -81,7 +85,9 @@ class CachingMemory:
     def require(self, num_bytes: int) -> None:
         limit_bytes, stream = self._limit_bytes, self._labels.stream
         if limit_bytes is not None and num_bytes and not self.allocator.makes_space(num_bytes, limit_bytes, stream):
-            self.refuse(num_bytes, stream)
+            self.free_sent()  # at a limit, torch waits for all streams before it gives up
+            if not self.allocator.makes_space(num_bytes, limit_bytes, stream):
+                self.refuse(num_bytes, stream)
 
     def refuse(self, num_bytes: int, stream: int) -> NoReturn:
         """Raises `torch.OutOfMemoryError` for a request for which the allocator has not found space."""
@@ -146,6 +152,10 @@ class CachingMemory:
             if id(allocation) in self._kept_in_graph:
                 self._kept_in_graph.remove(id(allocation))
                 self._waiting_blocks.append(allocation.block)
+            elif id(allocation) in self._sent:
+                self._sent.remove(id(allocation))
+                self._sent_blocks.append(allocation.block)
+                self.is_special = True
             else:
                 self.allocator.free(allocation.block)
         self.forget(allocation)
@@ -232,6 +242,8 @@ class CachingMemory:
         if now is None or any(each.pinned_bytes for each in live):
             return False
         self._late = None
+        self._sent.clear()
+        self._sent_blocks.clear()
         self.allocator, self._pinned = remembered.allocator.copy(), PinnedMemory()
         if self._requests is not None:
             self._requests.begin(self.allocator)
@@ -260,6 +272,7 @@ class CachingMemory:
 
     def _empty_cache(self) -> None:
         self.is_special = True
+        self.free_sent()
         self.allocator.empty_cache()
         if self._late is not None:
             self._late.empty_cache()
@@ -282,12 +295,25 @@ class CachingMemory:
             self.is_special = True
 
     def record_stream(self, allocation: StorageAllocation | None, stream: int) -> None:
-        """Lets a block, once it is freed, wait for a stream that uses it, where the GPU is behind."""
+        """Lets a block, once it is freed, wait for a stream that uses it, where the GPU is behind.
+
+        What was sent waits until the process has waited for the device: passes of a stage send what is freed at once,
+        while their GPU is always behind.
+        """
         if allocation is None or allocation.block == NO_BLOCK or stream == allocation.stream:
+            return
+        if stream == SENDING:
+            self._sent.add(id(allocation))
             return
         allocation.other_streams |= {stream}
         if self._late is None and self._limit_bytes is None:
             self._late = LateFrees(self.allocator, self._labels.stream_order)
+
+    def free_sent(self) -> None:
+        """Frees what waited for the stream that sends, since the process has waited for the device."""
+        for block in self._sent_blocks:
+            self.allocator.free(block)
+        self._sent_blocks.clear()
 
     def keep_in_graph(self, allocation: StorageAllocation | None) -> None:
         """Lets the block of a storage be used again only when the graph that is captured now is complete."""

@@ -362,7 +362,12 @@ def used_by_another_stream(tensor: torch.Tensor) -> None:
 
 
 def record_stream(tensor: torch.Tensor, stream: int) -> None:
-    """Reports that a stream uses a tensor, as ``Tensor.record_stream`` tells torch's allocator."""
+    """Reports that a stream uses a tensor, as ``Tensor.record_stream`` tells torch's allocator.
+
+    Args:
+        tensor: Whose memory waits for the stream, once it is freed.
+        stream: Its number, or `memlab.meter.stream_order.SENDING`.
+    """
     labels = _active()
     if labels is not None and labels.on_record_stream is not None:
         labels.on_record_stream(tensor, stream)

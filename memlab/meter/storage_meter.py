@@ -178,6 +178,7 @@ def simulated_meter(
     labels.on_kept = lambda tensors: memory.gathers.note(map(storages.allocation_of, tensors))
     labels.on_timing = memory.pass_through
     labels.on_record_stream = lambda tensor, stream: memory.record_stream(storages.allocation_of(tensor), stream)
+    labels.stream_order.on_synchronize = memory.free_sent
     labels.on_other_user = lambda tensor: memory.keep_in_graph(storages.allocation_of(tensor))
     repeater = Repeater(labels, log, memory, storages)
 

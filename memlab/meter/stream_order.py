@@ -7,8 +7,14 @@ depends on the job; here it has done no more than what the process waited for, s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 Moment = dict[int, int]
 """By stream, how much of its work: the number of the event that ends it."""
+
+SENDING = -1
+"""The number of the stream of NCCL by which ranks send each other tensors one at a time. NCCL's backend records it for
+each of them (``ProcessGroupNCCL::pointToPoint`` in torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, torch 2.11)."""
 
 _NUM_STREAMS = 32
 """torch takes the streams of a process from a pool in turn, and then the first one again (``kStreamsPerPool`` in
@@ -36,6 +42,8 @@ class StreamOrder:
         self._before: dict[int, Moment] = {}
         """By stream, what has ended before its next work begins."""
         self._ended: Moment = {}
+        self.on_synchronize: Callable[[], None] | None = None
+        """Called when the process has waited for all streams."""
 
     def event(self, stream: int) -> Moment:
         """Returns the moment after all that a stream has been given so far."""
@@ -51,6 +59,8 @@ class StreamOrder:
         """Has the process wait for a moment; for all streams without one."""
         for each in [self.event(stream) for stream in self._before] if moment is None else [moment]:
             _advance(self._ended, each)
+        if moment is None and self.on_synchronize is not None:
+            self.on_synchronize()
 
     def has_ended(self, stream: int, moment: Moment) -> bool:
         """Whether what a stream had been given at a moment of its own has ended."""

@@ -64,6 +64,21 @@ def test_without_the_context_each_sum_is_a_new_tensor() -> None:
     assert not sums_in_place("meta", ObserveResults(lambda *_: None, as_autograd(computed)), is_held=False)
 
 
+@pytest.mark.parametrize("context", [eager_backward(), nullcontext()])
+def test_gradients_of_chosen_rows_are_added_to_zeros_in_place(context: Any) -> None:
+    rows = torch.ones(8, 4, device="meta", requires_grad=True)
+    chosen = rows[torch.empty(5, dtype=torch.int64, device="meta")]
+    made: list[Any] = []
+    observed = ObserveResults(lambda result, _: made.append(result), as_autograd(computed))
+
+    with context, observed:
+        (gradient,) = torch.autograd.grad(chosen, rows, torch.ones(5, 4, device="meta"))
+
+    whole = {_place(each) for each in made if isinstance(each, torch.Tensor) and each.shape == rows.shape}
+    assert gradient.shape == rows.shape
+    assert len(whole) == (2 if isinstance(context, nullcontext) else 1)
+
+
 @pytest.mark.parametrize(
     ("shape", "dims", "num_bytes"),
     [

@@ -20,6 +20,7 @@ from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
 from memlab.config.validation import RuleError
 from memlab.fitting.recompute_cost import recomputed_operations
+from memlab.meter.observers import ObserveResults
 from tests.unit.of_old_torch import MEASURED_WITH_OLD_TORCH
 from tests.unit.saved import saved_tensors, storage_bytes
 
@@ -87,6 +88,59 @@ def test_a_mask_is_kept_by_each_layer_in_bf16_with_keys_of_all_heads() -> None:
     torch.testing.assert_close(own, expected, rtol=0.05, atol=0.05)
 
 
+class _Made:
+    """The results of operations that have so many values, one of each storage.
+
+    It refers to them, so that no two have one address.
+    """
+
+    def __init__(self, num_values: int) -> None:
+        self._num_values, self._storages = num_values, list[Any]()
+        self.dtypes: list[torch.dtype] = []
+
+    def __call__(self, result: Any, _: Any) -> None:
+        if isinstance(result, torch.Tensor) and result.numel() == self._num_values:
+            storage = result.untyped_storage()
+            if all(storage._cdata != each._cdata for each in self._storages):
+                self._storages.append(storage)
+                self.dtypes.append(result.dtype)
+
+
+@pytest.mark.parametrize(("lengths", "masks"), [((20, 28), 4), (None, 0)])
+def test_masks_are_made_between_embedding_and_first_layer(lengths: tuple[int, ...] | None, masks: int) -> None:
+    """As in an H200's history of Llama 3.1 8B with four sequences (torch 2.11); nothing asks for values."""
+    from memlab.engines.fsdp2.attention import telling_sequences
+    from memlab.engines.fsdp2.hugging_face import build_model
+
+    scenario, tokens, found = Scenario.of("llama-3-tiny", **(SIZES | {"seq_length": 48})), 48, list[int]()
+    made = _Made(tokens**2)
+    with torch.device("meta"), telling_sequences():
+        model = build_model(scenario, torch.bfloat16, attention="memlab_sdpa")
+        numbers = torch.arange(tokens).unsqueeze(0)
+        model.model.embed_tokens.register_forward_hook(lambda *_: found.append(len(made.dtypes)))
+        model.model.layers[0].register_forward_pre_hook(lambda *_: found.append(len(made.dtypes)))
+        with ObserveResults(made):
+            model(input_ids=numbers, position_ids=numbers, packed_lengths=lengths)
+    assert found == [0, masks]
+
+
+def test_unfused_attention_is_torchs_own_and_copies_no_scores() -> None:
+    from memlab.engines.fsdp2.attention import _unfused
+
+    tokens, heads, groups, channels = 24, 4, 2, 8
+    query = torch.randn(1, heads, tokens, channels, requires_grad=True)
+    key, value = (torch.randn(1, groups, tokens, channels, requires_grad=True) for _ in range(2))
+    made = _Made(heads * tokens**2)
+    with ObserveResults(made):
+        output, _ = _unfused(None, query, key, value, None, scaling=channels**-0.5)
+    assert made.dtypes == [torch.float32, torch.float32, torch.bool]
+    truth = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(output, truth.transpose(1, 2))
+    of_output = torch.randn_like(output)
+    own = torch.autograd.grad(output, (query, key, value), of_output)
+    torch.testing.assert_close(own, torch.autograd.grad(truth.transpose(1, 2), (query, key, value), of_output))
+
+
 def test_a_selective_checkpoint_keeps_attention_and_every_second_product() -> None:
     from memlab.engines.fsdp2 import selective_checkpoint
     from memlab.engines.fsdp2.hugging_face import build_model
@@ -150,10 +204,17 @@ def test_a_checkpoint_of_every_nth_layer_has_such_a_layer(
 
 RESULTS = Path(__file__).parents[2] / "labs" / "results"
 FILES = [
-    f"{name}.jsonl" for name in ("h200_plain_fsdp_options", "h200x2_plain_fsdp_options", "h200_plain_fsdp_combined")
+    f"{name}.jsonl"
+    for name in (
+        "h200_plain_fsdp_options",
+        "h200x2_plain_fsdp_options",
+        "h200_plain_fsdp_combined",
+        "h200x2_plain_fsdp_ulysses",
+    )
 ]
 MEASURED = {row["name"]: row for file in FILES for row in map(json.loads, (RESULTS / file).read_text().splitlines())}
 OF_LLAMA = "model=llama-3.1-8b num_layers=4 seq_length=4096 num_ranks=2 "
+ULYSSES = next(name for name, row in MEASURED.items() if row["job"].get("cp_comm_type") == "a2a")
 OF_EIGHT = "model=llama-3.1-8b num_layers=8 seq_length=8192 num_ranks=8 "
 
 
@@ -161,6 +222,7 @@ OF_EIGHT = "model=llama-3.1-8b num_layers=8 seq_length=8192 num_ranks=8 "
     "name",
     [
         OF_LLAMA + "fp32_sharded_params fsdp_version=1",
+        ULYSSES,
         pytest.param(OF_LLAMA + "context_parallel_size=2", marks=[pytest.mark.slow, MEASURED_WITH_OLD_TORCH]),
         *(
             pytest.param(name, marks=pytest.mark.slow)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.plain_fsdp2_pipeline import PipelineJob, predicted_of_rank
 from memlab import Lab, Layout, TrainingState
 from memlab.backends.simulated import predicting
 from memlab.config.scenario import Scenario
@@ -197,8 +199,36 @@ def test_a_model_with_tied_embeddings_has_no_stages() -> None:
 
 
 def test_a_stage_fits_only_with_what_a_measured_one_reserved_more_than_predicted() -> None:
-    """The prediction of a rank of an H200 was 10.4 % below what torch reserved."""
+    """The prediction of a rank of an H200 whose masks are made once was at most 0.14 % below what torch reserved."""
     layout, state = Layout(pipeline_model_parallel_size=2), TrainingState()
     scenario = Scenario.of("llama-3.1-8b", layout=layout, state=state, engine="fsdp2", num_microbatches=4)
-    assert measured_margin(scenario).share >= 1 / (1 - 0.10414) - 1
-    assert measured_margin(replace(scenario, layout=Layout())).share < 0.02
+    assert 1 / (1 - 0.00136) - 1 <= measured_margin(scenario).share < 0.02
+    assert "masks once" in measured_margin(scenario).steps
+
+
+ROWS = {
+    row["name"]: row
+    for row in map(
+        json.loads,
+        (Path(__file__).parents[2] / "labs/results/h200x2_plain_fsdp2_pipeline.jsonl").read_text().splitlines(),
+    )
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("model=qwen2.5-7b num_layers=8 seq_length=4096 checkpointing=True chunks=4 return_outputs=False", 1),
+        ("model=mistral-7b-v0.3 num_layers=8 micro_batch_size=2 adam_implementation=fused chunks=2", 1),
+    ],
+)
+def test_a_stage_reserves_what_it_reserved_on_an_h200(name: str, rank: int) -> None:
+    """What a stage sends waits for NCCL's stream once it is freed, until a pass waits for the device, if one does.
+
+    The first job reserves 7 % more without such passes, the second 9 % less.
+    """
+    for row in (ROWS[name], ROWS[f"{name} keeps_masks=True"]):
+        found, measured = predicted_of_rank(PipelineJob(**row["job"]), rank), row["ranks"][rank]
+        assert found["start"] == measured["start"]
+        assert found["peak"] == pytest.approx(measured["peak"], rel=1e-5)
+        assert found["reserved"] == pytest.approx(measured["reserved"], rel=1e-5)

@@ -86,13 +86,7 @@ def step_of(scenario: Scenario, attention: str, *, own: bool) -> tuple[int, dict
 def test_saved_bytes_and_gradients_are_those_of_transformers_in_plain_torch(
     name: str, freeze: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from memlab.engines.fsdp2 import attention
-
-    def seen(tokens: int, _lengths: None, _window: None, dtype: torch.dtype) -> torch.Tensor:
-        return attention._bias(torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril(), dtype)
-
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
-    monkeypatch.setattr(attention, "_seen", seen)
     scenario = of(name, freeze)
     ours, gradients = step_of(scenario, "memlab_eager", own=True)
     theirs, expected = step_of(scenario, "eager", own=False)

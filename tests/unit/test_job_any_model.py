@@ -199,6 +199,18 @@ def test_a_job_of_verl_in_fp16_shows_its_fields(
     assert "tensor_model_parallel_size 2" in text.partition("used (")[0] and "fp16" in text
 
 
+def test_a_job_in_fp16_that_breaks_a_rule_of_its_own_model_is_told_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a public job of verl, which leaves the experts' tensor parallel size out."""
+    sizes = "tensor_model_parallel_size=2 actor_rollout_ref.actor.megatron.expert_model_parallel_size=8"
+    text = _FP16.replace("Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B").replace("tensor_model_parallel_size=2", sizes)
+    (tmp_path / "run.sh").write_text(text)
+    assert main(["job", str(tmp_path / "run.sh"), "--framework-version", "0.9.1", "--json"]) == 1
+    common = json.loads(capsys.readouterr().out)["of_any_model"]
+    assert "expert_model_parallel_size 8 x expert_tensor_parallel_size 2 is 16" in common["cannot_start"]
+
+
 def test_a_rule_that_refuses_any_model_is_told_where_the_engine_lacks_some_of_them(tmp_path: Path) -> None:
     """A public job of verl has four parts of each sequence on two ranks, and a model that FSDP2's engine lacks."""
     (tmp_path / "run.sh").write_text(

@@ -187,6 +187,8 @@ def test_the_release_that_a_recipe_asks_for_decides_verl_s_version(
     script.write_text(_VERL.format("dp"))
     job = Job.read(script)
     assert any("asks for verl v0." in one for one in job.warnings) is (defers is not None)
+    named = [one.key for one in job.not_modelled]
+    assert any("use_no_sync" in key for key in named) is (defers is None)
     if defers is not None:
         assert job.required()[0].state.defer_fsdp_grad_sync is defers
 

@@ -10,8 +10,9 @@ import torch
 from memlab.backends.simulated import of_labs_before_0_4, on_fake_tensors
 from memlab.config.settings import MemorySettings
 from memlab.lab.lab import Lab
-from memlab.meter.labels import Labels, labelled_by
+from memlab.meter.labels import Labels, labelled_by, record_stream
 from memlab.meter.storage_meter import simulated_meter
+from memlab.meter.stream_order import SENDING
 from memlab.units import MIB
 from tests.unit.inside import inside
 
@@ -72,6 +73,24 @@ def test_what_a_stream_freed_is_reserved_for_that_stream() -> None:
             kept.untyped_storage().resize_(0)
         assert kept.numel()
         device_tensor(128)  # the limit makes torch return what the other stream caches
+
+
+def test_what_was_sent_is_free_again_when_the_process_has_waited_for_the_device() -> None:
+    meter = simulated_meter(labels := Labels())
+    with on_fake_tensors(), labelled_by(labels), meter.watching():
+        for sent in (device_tensor(64), device_tensor(32)):
+            record_stream(sent, SENDING)
+        del sent
+        assert meter.device_bytes().allocated_bytes == 0
+        again = device_tensor(64)
+        assert meter.device_bytes().reserved_bytes == 160 * MIB, "both wait"
+        torch.cuda.synchronize()
+        kept = device_tensor(64), device_tensor(32)
+        assert meter.device_bytes().reserved_bytes == 160 * MIB
+        record_stream(again, SENDING)
+        del again
+        meter.device_memory_bytes = 160 * MIB
+        assert device_tensor(64).numel() and kept, "at a limit, torch waits for the device before it gives up"
 
 
 def test_events_on_another_stream_are_not_replayed() -> None:

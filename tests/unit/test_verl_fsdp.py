@@ -237,6 +237,12 @@ def test_the_micro_batch_that_reduces_gradients_depends_on_the_version(version: 
     assert one.required()[0].num_microbatches == 1 and not one.not_modelled
 
 
+@pytest.mark.parametrize(("workers", "is_named"), [("disable", False), ("enable", True), ("auto", True)])
+def test_workers_from_before_the_engines_are_named(workers: str, is_named: bool, tmp_path: Path) -> None:
+    job = read(tmp_path, f"+trainer.use_legacy_worker_impl={workers}", version="0.9.1")
+    assert [one.effect for one in job.not_modelled] == ["either"] * is_named
+
+
 SFT = (
     "torchrun --nproc_per_node=4 -m verl.trainer.sft_trainer model.path=Qwen/Qwen3-8B engine=fsdp "
     "data.use_dynamic_bsz=False data.max_length=4096 data.train_batch_size=16 data.micro_batch_size_per_gpu=1 "

@@ -71,6 +71,24 @@ def test_an_engine_of_the_trainer_has_its_own_keys(
     assert not [one.key for one in job.not_modelled if one.effect == "unknown"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "is_on_host"),
+    [
+        ("", False),
+        (" {actor}.veomni.param_offload=True", True),
+        (" actor_rollout_ref.ref.veomni.param_offload=True", True),
+        (" {actor}.veomni.param_offload=True actor_rollout_ref.ref.veomni.param_offload=False", False),
+    ],
+)
+def test_veomni_moves_a_reference_model_as_the_policy_unless_told_otherwise(
+    keys: str, is_on_host: bool, tmp_path: Path
+) -> None:
+    keys = f"{ACTOR}.use_kl_loss=True +trainer.use_legacy_worker_impl=disable{keys.format(actor=ACTOR)}"
+    job, found = fields(tmp_path, TRAINER, engine="veomni", keys=keys)
+    assert found["reference_pass"]["is_on_host"] is is_on_host
+    assert not [one.key for one in job.not_modelled if one.effect == "unknown" or "legacy" in one.key]
+
+
 FUSED = (
     "optim=automodel optim.optimizer=FusedAdam optim.optimizer_impl=transformer_engine.pytorch.optimizers.fused_adam "
     "optim.master_weights=true optim.store_param_remainders=true optim.exp_avg_dtype=bf16 optim.exp_avg_sq_dtype=bf16 "

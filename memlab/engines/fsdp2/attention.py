@@ -1,11 +1,14 @@
 """The attention that transformers calls where there is no GPU: what torch's kernels and flash-attn's save and allocate.
 
-transformers finds each function under its name, and has no mask function under it. `batch_for` makes the masks.
+transformers finds each function under its name, and makes its masks between the embedding and the first layer.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -21,6 +24,7 @@ from memlab.engines.fsdp2.context_parallel import attend_over_ranks
 from memlab.engines.fsdp2.selective_checkpoint import as_one_operation
 from memlab.engines.fsdp2.vision import language_model_of, seen_with_images
 from memlab.meter.labels import one_kernel
+from memlab.upstream.patching import patched
 
 _PREFIX = "memlab_"
 _UNFUSED = "sdpa_unfused"
@@ -30,12 +34,16 @@ _NOT_KEPT = partial(as_one_operation, is_kept=False)
 
 def register() -> None:
     """Tells transformers the functions."""
-    from transformers import AttentionInterface
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
     # Classes of NeMo Automodel attend themselves where it is Transformer Engine's.
     kinds = {"sdpa": _sdpa, _UNFUSED: _unfused, "flash_attention_2": _flash, "eager": _eager, "te": _eager}
     for name, function in kinds.items():
         AttentionInterface.register(_PREFIX + name.replace("flash", "f"), function)  # it would look for a package
+    masks: dict[str, Any] = {"sdpa": sdpa_mask, _UNFUSED: sdpa_mask, "eager": eager_mask}
+    for name, make_mask in masks.items():
+        AttentionMaskInterface.register(_PREFIX + name, make_mask)
 
 
 def name_of(scenario: Scenario, *, on_gpu: bool, has_allocator: bool) -> str:
@@ -60,40 +68,41 @@ def inputs_of(attention: str, scenario: Scenario) -> dict[str, Any]:
     return {"position_ids": positions.cuda(), **own}
 
 
-def give_masks(module: Any, attention: str) -> None:
-    """Has transformers' model make the mask of `inputs_of`'s sequences when it begins, which it frees when it ends."""
+_IS_PACKED: ContextVar[bool] = ContextVar("is_packed", default=False)
+"""Whether the rows of the forward pass that runs have several sequences."""
+
+
+@contextmanager
+def telling_sequences() -> Iterator[None]:
+    """Tells transformers for the block whether rows have several sequences, where their positions have no values."""
+    from transformers import masking_utils
+
+    find = masking_utils.find_packed_sequence_indices
+
+    def found(positions: torch.Tensor) -> torch.Tensor | None:
+        if not positions.is_meta:
+            return find(positions)
+        numbers = (torch.diff(positions, prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+        return numbers if _IS_PACKED.get() else None
+
+    with patched({"transformers.masking_utils.find_packed_sequence_indices": found}):
+        yield
+
+
+def note_sequences(module: Any, attention: str) -> None:
+    """Has transformers' model note what `telling_sequences` tells, and make masks of images without their values."""
     if attention.startswith(_PREFIX):
-        with_mask = partial(_with_mask, attention.removeprefix(_PREFIX))
+        noted = partial(_noted, attention.removeprefix(_PREFIX))
         # Gemma 3 makes its masks of what it knows of images, Qwen3-VL in its language model.
         model = module.model if module.config.model_type == "gemma3" else language_model_of(module)
-        model.register_forward_pre_hook(with_mask, with_kwargs=True)
+        model.register_forward_pre_hook(noted, with_kwargs=True)
 
 
-def _with_mask(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _noted(name: str, model: Any, inputs: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     if (is_image := named.get("token_type_ids")) is not None:
         return inputs, named | {"attention_mask": _seen_with_images(model, is_image, name)}
-    received = named["inputs_embeds"] if named.get("input_ids") is None else named["input_ids"]
-    tokens, lengths = received.shape[1], named.get("packed_lengths")
-    if model.config.model_type in ("gemma2", "gemma3_text", "cohere2"):
-        dtype = model.embed_tokens.weight.dtype if name == "eager" else torch.bool
-        windows = {"full_attention": None, "sliding_attention": model.config.sliding_window}
-        # transformers makes none where sdpa is causal anyway (``_ignore_causal_mask_sdpa``).
-        masks = {
-            kind: _seen(tokens, lengths, window, dtype)
-            if name == "eager" or lengths is not None or tokens >= (window or tokens + 1)
-            else None
-            for kind, window in windows.items()
-        }
-        return inputs, named | {"attention_mask": masks}
-    window = getattr(model.config, "sliding_window", None)
-    if name == "eager":
-        dtype = model.embed_tokens.weight.dtype
-        return inputs, named | {"attention_mask": _seen(tokens, lengths, window, dtype)}
-    if "context_parallel_group" in named:
-        # transformers takes the two chunks of a rank for packed sequences; NeMo Automodel's hook drops the mask.
-        lengths = (tokens // 2, tokens - tokens // 2)
-    if name == "sdpa" and (lengths is not None or tokens >= (window or tokens + 1)):
-        return inputs, named | {"attention_mask": _seen(tokens, lengths, window)}
+    # The two chunks of a rank's tokens look like two sequences; NeMo Automodel's hook drops their mask.
+    _IS_PACKED.set(named.get("packed_lengths") is not None or "context_parallel_group" in named)
     return inputs, named
 
 
@@ -103,20 +112,6 @@ def _seen_with_images(model: Any, is_image: torch.Tensor, name: str) -> dict[str
     masks = {kind: seen_with_images(is_image, window) for kind, window in windows.items()}
     dtype = model.language_model.embed_tokens.weight.dtype
     return {kind: _bias(mask, dtype) for kind, mask in masks.items()} if name == "eager" else masks
-
-
-def _seen(tokens: int, lengths: tuple[int, ...] | None, window: int | None, dtype: Any = torch.bool) -> torch.Tensor:
-    """Returns a mask [1, 1, tokens, tokens] of the keys that a query sees, or what is added to their scores."""
-    places = torch.arange(tokens, device="cuda")
-    seen = places.unsqueeze(1) >= places
-    if window is not None:
-        seen = seen & (places.unsqueeze(1) < places + window)
-    if lengths is not None:
-        numbers = [torch.full((length,), number) for number, length in enumerate(lengths)]
-        own = torch.cat(numbers).cuda()
-        seen = seen & (own.unsqueeze(1) == own)
-    seen = seen.view(1, 1, tokens, tokens)
-    return seen if dtype is torch.bool else _bias(seen, dtype)
 
 
 def _bias(seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -276,14 +271,26 @@ def _unfused(
     """Attends as ``scaled_dot_product_attention`` does on a GPU in fp32 with fewer heads of keys than of queries.
 
     Of its kernels, those that take fp32 do not take fewer heads, so that it multiplies and keeps whole matrices of
-    scores (torch 2.11, seen on an H200). The arguments are those of `_sdpa`.
+    scores (``_scaled_dot_product_attention_math`` in aten/src/ATen/native/transformers/attention.cpp; torch 2.11,
+    request by request as an H200's). The arguments are those of `_sdpa`.
     """
     assert attention_mask is None and not options.get("dropout"), "causal attention without dropout"
-    attend = torch.ops.aten._scaled_dot_product_attention_math
-    output, probabilities = attend(query, key, value, is_causal=True, scale=options["scaling"], enable_gqa=True)
+    return _multiplied(query, key, value, options["scaling"]).transpose(1, 2).contiguous(), None
+
+
+def _multiplied(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    root, groups, tokens = scale**0.5, query.shape[1] // key.shape[1], query.shape[2]
+    query = query * root
+    bias = torch.where(torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril(), 0.0, -torch.inf)
+    key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
+    scores = query @ (key.transpose(2, 3) * root)
+    scores += bias  # torch's own code copies them where a meter looks on
+    probabilities = scores.softmax(-1)
+    torch.isneginf(scores)  # whether a row sees no key (``_safe_softmax``)
+    del scores
     if probabilities.grad_fn is not None:
         _hold_temporary_of_softmax(probabilities.grad_fn)
-    return output.transpose(1, 2).contiguous(), None
+    return probabilities @ value
 
 
 def _hold_temporary_of_softmax(backward: Any) -> None:

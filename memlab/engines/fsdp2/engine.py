@@ -23,6 +23,7 @@ from memlab.config.settings import MemorySettings
 from memlab.engines import transformer_engine_caches
 from memlab.engines.fsdp2 import selective_checkpoint
 from memlab.engines.fsdp2 import training_step as steps
+from memlab.engines.fsdp2.attention import telling_sequences
 from memlab.engines.fsdp2.automodel_classes import CHECKPOINTED
 from memlab.engines.fsdp2.flat_model import FlatModel
 from memlab.engines.fsdp2.groups import ShardedGroups, holdings
@@ -65,7 +66,7 @@ class Fsdp2Engine:
     @contextmanager
     def active(self) -> Iterator[None]:
         check_installed()
-        with self._place.sharding():
+        with self._place.sharding(), telling_sequences():
             yield
 
     def check(self, scenario: Scenario, settings: MemorySettings) -> None:

@@ -152,7 +152,7 @@ def build_model(scenario: Scenario, dtype: torch.dtype, *, attention: str) -> An
             f"{scenario.architecture.name} has {expected:,} parameters, and transformers' {type(model).__name__} of "
             f"these sizes has {built:,}, so it is another model: choose a model as published, or engine 'megatron'"
         )
-    attentions.give_masks(model, attention)
+    attentions.note_sequences(model, attention)
     if scenario.state.freeze_vision_tower:
         freeze(model)
     return model.train()

@@ -23,7 +23,8 @@ from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.engines.fsdp2.sharded_model import DTYPES, ShardedModel
 from memlab.engines.protocol import ALL_MICROBATCHES, Microbatches
-from memlab.meter.labels import Labels, keeping
+from memlab.meter.labels import Labels, keeping, record_stream
+from memlab.meter.stream_order import SENDING
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Takes logits [batch, sequence, vocabulary] and tokens int64 [batch, sequence]."""
@@ -171,6 +172,14 @@ class _Stage(PipelineStage):
         self._prepare_forward_infra(num_microbatches, (), None, **options)
         self._prepare_backward_infra(num_microbatches)
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Returns what sends the hidden states of a micro-batch."""
+        return _noted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Returns what sends the gradients of a micro-batch."""
+        return _noted(super().get_bwd_send_ops(bwd_chunk_id))
+
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward pass of a micro-batch."""
         self.microbatches.before_forward()
@@ -183,6 +192,19 @@ class _Stage(PipelineStage):
         self.labels.enter_phase("backward")
         super().backward_one_chunk(*args, **kwargs)
         self.labels.passes_in_flight -= 1
+
+
+def _noted(sends: list[Any]) -> list[Any]:
+    """Reports what is sent, and returns it.
+
+    NeMo Automodel makes each stage's mask once (``_build_or_reuse_pp_causal_mask`` in pipelining/hf_utils.py), so that
+    no pass waits for the device, and on an H200 the memory of what was sent is free again only passes later: here when
+    the schedule has ended. A loop without kept masks waits in each pass, in which transformers asks the device whether
+    rows are packed.
+    """
+    for send in sends:
+        record_stream(send.tensor, SENDING)
+    return sends
 
 
 class _OptimizersOfStages:

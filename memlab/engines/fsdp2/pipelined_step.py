@@ -58,6 +58,7 @@ def train_step(
             )
             losses += [loss.detach() for loss in of_run]
             del tokens, of_run
+    torch.cuda.synchronize()
     update_after_backward(live, labels, load_for_update, update)
     return _mean_over_copies(losses, scenario)
 

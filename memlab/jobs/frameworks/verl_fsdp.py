@@ -69,7 +69,7 @@ from memlab.jobs.frameworks.verl import (
     take_gpus_of_the_engine,
     take_rows_of_budget,
 )
-from memlab.jobs.frameworks.verl_checkout import FP32_SINCE, RELEASE, version_around
+from memlab.jobs.frameworks.verl_checkout import BEFORE, FP32_SINCE, RELEASE, version_around
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
@@ -256,6 +256,9 @@ def take_sync_of_gradients(reading: Reading, engine: str) -> None:
     """
     key, values = f"{engine}.{_SYNC}", reading.values
     if key in reading.entries.by_key or values.get("num_microbatches") == 1 or reading.version == RELEASE:
+        return
+    # A user's BEFORE may mean July too, a checkout's and a recipe's do not.
+    if reading.version == BEFORE and (version_around(reading.path) or ("",))[0] == BEFORE:
         return
     if reading.version == FP32_SINCE:
         reading.taken = [one for one in reading.taken if one.key != key]

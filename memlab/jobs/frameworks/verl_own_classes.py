@@ -290,6 +290,11 @@ def _of_trainer(engine: _Engine) -> Framework:
         Key(f"{section}.use_torch_compile", "is_compiled", SWITCH, engine is _TORCHTITAN),
         Key(f"{section}.entropy_from_logits_with_chunking", "has_chunks_of_entropy", SWITCH),
         Key(f"{section}.entropy_from_logits_chunk_size", "entropy_chunk_size", COUNT),
+        *(
+            (Key("actor_rollout_ref.ref.veomni.param_offload", "offload_reference", SWITCH),)
+            if engine is _VEOMNI
+            else ()
+        ),
     )
 
     def complete(reading: Reading) -> None:
@@ -298,8 +303,10 @@ def _of_trainer(engine: _Engine) -> Framework:
         chosen = next((key for key in _CHOOSE if key in reading.entries.by_key), _CHOOSE[-1])
         _complete(reading, engine, prefixes, chosen, f"{_ACTOR}.policy_loss")
         values |= {"reference_shards": "fp32", "reference_reshards": True, "is_layered": True}
-        # ``veomni_ref.yaml`` moves a reference model as the policy, and torchtitan keeps it on the host.
-        on_host = engine is _TORCHTITAN or bool(values["offload_parameters"])
+        # ``veomni_ref.yaml`` moves a reference model as the policy unless told otherwise; torchtitan keeps it on the
+        # host.
+        moves = values.pop("offload_reference", None)
+        on_host = engine is _TORCHTITAN or bool(values["offload_parameters"] if moves is None else moves)
         verl_fsdp.complete_trainer(reading, engine.name, section, has_reference_on_host=on_host)
 
     without_effect = of_fsdp.without_effect | keys_without_effect(f"verl_{engine.name}", section)
