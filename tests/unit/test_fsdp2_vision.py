@@ -109,7 +109,7 @@ def test_a_prediction_is_the_step_of_the_cpu_to_the_byte(name: str, freeze: bool
     of_rows = 8 * name.startswith("qwen")
     assert predicted.static_bytes + of_rows == live.static_bytes
     # A LayerNorm of the tower keeps mean and deviation of each patch in fp32 on a GPU, and in bf16 on a CPU.
-    norms = 0 if freeze else 2 * 3 + 1
+    norms = 0 if freeze or name.startswith("qwen2.5") else 2 * 3 + 1  # Qwen2.5-VL has RMSNorm
     more = norms * IMAGES * PATCHES * 2 * 2
     # Of the sizes of their images, a prediction has no tensors of 24 bytes an image, and some of others.
     assert abs(predicted.peak_allocated_bytes - live.peak_allocated_bytes - more) <= 1024 * name.startswith("qwen")
