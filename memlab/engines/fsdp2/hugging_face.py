@@ -96,7 +96,7 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         tie_word_embeddings=sizes.share_embeddings_and_output_weights,
         rope_parameters=rope,
         # Torch's and flash-attn's kernels keep as much with dropout, and those of a CPU have none.
-        **family.dropout | {"attention_dropout": 0.0},
+        **{**family.dropout, "attention_dropout": 0.0},
         use_cache=False,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **channels,
