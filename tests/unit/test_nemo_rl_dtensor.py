@@ -125,6 +125,7 @@ def test_a_tower_is_trained_unless_a_section_freezes_it(tmp_path: Path, changes:
         ({"images_per_sequence": None}, "the number of images in each sample: .* --set images_per_sequence=NUMBER"),
         ({"patches_per_image": None}, "the size of images: .* --set patches_per_image=NUMBER, the patches of the"),
         ({"policy__dtensor_cfg___v2": False}, "a vision tower in version 1 of the policy"),
+        ({"policy__tokenizer__video": {"num_frames": 16}}, "videos in place of images"),
     ],
 )
 def test_a_tower_needs_what_the_data_decides_and_version_2(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

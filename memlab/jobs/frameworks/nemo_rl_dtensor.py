@@ -211,6 +211,8 @@ def _take_tower(reading: Reading, *, generates: bool) -> None:
     values, freezes = reading.values, f"{_AUTOMODEL}.freeze_config"
     if not values["is_version_2"]:
         block(reading, f"{_DTENSOR}._v2", "a vision tower in version 1 of the policy", of="model")
+    if videos := [key for key in reading.entries.by_key if key.startswith("policy.tokenizer.video.")]:
+        block(reading, videos[0], "videos in place of images", of="model")
     model = reading.values["architecture"]
     tower = put_tower(reading)
     has_section = any(key.startswith(f"{freezes}.") for key in reading.entries.by_key)
