@@ -297,8 +297,8 @@ class CachingMemory:
     def record_stream(self, allocation: StorageAllocation | None, stream: int) -> None:
         """Lets a block, once it is freed, wait for a stream that uses it, where the GPU is behind.
 
-        What was sent waits until the process has waited for the device: passes of a stage send what is freed at once,
-        while their GPU is always behind.
+        What was sent waits, without a second allocator, until the process has waited for the device: a stage frees what
+        it has just sent, while its GPU is passes behind.
         """
         if allocation is None or allocation.block == NO_BLOCK or stream == allocation.stream:
             return

@@ -10,7 +10,7 @@ of them. Its rows say so by *places*: ``(1, 3)`` is storage 3 of the period befo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -22,7 +22,7 @@ import numpy.typing as npt
 from memlab.allocator.protocol import NO_BLOCK, Allocator, Operations, Served
 from memlab.vocabulary import CATEGORIES, POOLS
 
-_DEVICE, _RESERVED = POOLS.index("device"), POOLS.index("reserved")
+_DEVICE, _HOST, _RESERVED = (POOLS.index(name) for name in ("device", "host", "reserved"))
 _WORKSPACE = CATEGORIES.index("workspace")
 Columns = npt.NDArray[np.int64]
 """Of shape [8, events]; the rows are nanoseconds, delta, pool, category, phase, module, storage, rounding."""
@@ -63,9 +63,22 @@ class Period:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Period):
             return NotImplemented
-        mine = [*(self.columns[row] for row in _SAME), self.distance, self.storage]
-        others = [*(other.columns[row] for row in _SAME), other.distance, other.storage]
-        return all(np.array_equal(one, another) for one, another in zip(mine, others, strict=True))
+        return all(np.array_equal(*both) for both in zip(self._compared(), other._compared(), strict=True))
+
+    def _compared(self) -> Iterator[npt.NDArray[np.int64]]:
+        """Gives what equal periods have in common.
+
+        Autograd frees the random states of a checkpoint in an order that depends on how deep its graph is nested, so on
+        which layers were stepped. They are of one size, on the host: which of them is freed first changes no byte.
+        """
+        columns, changes = self.columns, np.ones(self.columns.shape[1], dtype=np.bool_)
+        yield from (columns[row] for row in _SAME)
+        for row in _SAME:
+            changes[1:] &= columns[row, 1:] == columns[row, :-1]
+        changes = ~(changes & (columns[_POOL] == _HOST) & (columns[_DELTA] < 0))
+        changes[:1] = True
+        order = np.lexsort((self.storage, self.distance, np.cumsum(changes)))
+        yield from (self.distance[order], self.storage[order])
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -40,7 +40,8 @@ class Knowledge:
     A pass is proven by another one with the same events: the one before it through a unit of its kind, or with its key.
     After the model has started over, it is still known what it did under one settings, which are a part of a kind. In
     its first step, the first pass with a key may allocate what later ones find. So that one is replayed only as the
-    first pass with this key of an earlier model's first step.
+    first pass with this key of an earlier model's first step. With MoE layers, that one must have done the same as a
+    pass before it.
     """
 
     step: PassesOfStep
@@ -80,10 +81,9 @@ class Knowledge:
 
     def start_over(self) -> None:
         """Says that the model is about to start over."""
-        # Of one step, it is not known what a second one would repeat. Of MoE layers, whose token dispatchers keep parts
-        # of passes, one of 13 random sequences left 512 bytes more than in a new model. Where only some layers have a
-        # kernel that is timed, the first of them may be at a place where an earlier model has timed it already.
-        is_unsure = self._has_forgotten or self._num_steps == 1 or self.step.is_moe
+        # Of one step, it is not known what a second one would repeat. Where only some layers have a kernel that is
+        # timed, the first of them may be at a place where an earlier model has timed it already.
+        is_unsure = self._has_forgotten or self._num_steps == 1
         is_unsure |= len(set(self.retention.units.kinds_of_layers)) > 1
         if is_unsure or len(self._known) > _MOST_KNOWN:
             self.forget()
@@ -125,11 +125,13 @@ class Knowledge:
             return
         former, of_kind, signature = self._known.get(key), self._of_kind(key, known.source), known.signature
         is_equal = former is not None and former.signature == signature
-        known.is_proven = self._last_signature.get(of_kind) == signature or is_equal
+        follows_equal = self._last_signature.get(of_kind) == signature
+        known.is_proven = follows_equal or is_equal
         if self._num_steps == 1:
             self._opening.setdefault(key, None if known.has_unseen else signature)
             self._met.add(key)
-        known.is_opening = self._opening.get(key) == signature
+        # The first router of a model allocates Megatron's tracker of the experts' losses, and no other pass does.
+        known.is_opening = self._opening.get(key) == signature and (follows_equal or not self.step.is_moe)
         self._last_signature[of_kind], self._known[key] = signature, known
         if key.direction == "backward":
             behind = known.source.unit.after, key.circumstances, key.groups

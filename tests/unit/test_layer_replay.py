@@ -309,6 +309,24 @@ def test_moe_layers_of_a_stage_that_are_recomputed_are_replayed(
 
 
 @pytest.mark.parametrize(
+    ("architecture", "settings"), [("phi-4-tiny", _FULL), rarely("phi-4-tiny", _ATTENTION), ("qwen3-moe-tiny", _MOE)]
+)
+def test_micro_batches_that_recompute_are_inserted_from_the_first_step_on(
+    architecture: str, settings: MemorySettings
+) -> None:
+    """Which of a checkpoint's random states is freed first differs between stepped and replayed layers, and decides nothing."""
+    records, num_passes = [], []
+    for num_microbatches, replay in ((7, False), (7, True), (9, True)):
+        arguments: dict[str, Any] = {"num_layers": 5, "seq_length": 64, "num_microbatches": num_microbatches}
+        with Lab(architecture, **arguments, backend="simulated", replay=replay) as lab:
+            records.append(lab.step(settings, warm_up=False))
+            model: Any = inside(lab).model
+            num_passes.append(model.replay.num_replayed)
+    require_identical(*records[:2])
+    assert num_passes[1] == num_passes[2] > 0
+
+
+@pytest.mark.parametrize(
     ("architecture", "layout", "settings", "num_replayed"),
     [
         ("phi-4-tiny", _THIRD, MemorySettings(), 8),  # all passes of both layers but the first

@@ -816,6 +816,8 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     kind = "gkd" if has_teacher else "grpo" if is_likelihood else "dpo" if is_pairs else None
     task = None if scenario.state.num_labels is None else "seq_cls"
     own = scenario.state.calculate_per_token_loss
+    if values.get("moe_token_dispatcher_type") == "allgather":
+        values["moe_token_dispatcher_type"] = "alltoall"  # `cannot_write` names it
     return (
         values
         | named(scenario)
@@ -862,6 +864,16 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     multiple = _multiple_of_rows(of_rows | {"attention_backend": state.attention_backend})
     if scenario.seq_length % multiple:
         reasons["seq_length"] = f"ms-swift pads rows to a multiple of {multiple} tokens"
+    if scenario.state.moe_token_dispatcher_type == "allgather":
+        reasons["moe_token_dispatcher_type"] = "ms-swift refuses allgather, since its sequences have any length"
+    return reasons | _cannot_write_of_loss(scenario)
+
+
+_LOSSES = (("cross_entropy", False), ("log_softmax", True), ("jsd", True))
+
+
+def _cannot_write_of_loss(scenario: Scenario) -> dict[str, str]:
+    reasons = {}
     if (scenario.state.loss, scenario.state.fp32_output) not in _LOSSES:
         reasons["loss"] = "ms-swift computes the losses cross_entropy, and log_softmax and jsd of logits in fp32"
     if scenario.state.lm_loss_beside:
@@ -869,9 +881,6 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     if scenario.state.loss == "jsd" and scenario.state.reference_model == "none":
         reasons["loss"] = "a teacher that is a server has an address: add --teacher_model_server ADDRESS"
     return reasons
-
-
-_LOSSES = (("cross_entropy", False), ("log_softmax", True), ("jsd", True))
 
 
 def _cannot_write_of_adapters(lora: LoRA) -> dict[str, str]:
