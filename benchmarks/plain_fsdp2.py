@@ -320,6 +320,33 @@ def _latest_jobs() -> list[Job]:
         replace(cohere, seq_length=8192, checkpointing=True, fp32_sharded_params=True),
         replace(seed, num_layers=6, seq_length=8192, checkpointing=True, fp32_sharded_params=True),
         replace(phi, num_layers=32, seq_length=2048, micro_batch_size=4, adam_implementation="fused"),
+        *_masked_jobs(),
+    ]
+
+
+def _masked_jobs() -> list[Job]:
+    """Returns jobs whose masks, checkpoints and types were combined otherwise than in those above."""
+    eight: dict[str, Any] = {"num_ranks": 8, "one_process": True}
+    llama = Job(model="llama-3.1-8b", num_layers=6, seq_length=4096, **eight)
+    mistral, phi, mixtral = (
+        replace(llama, model=name) for name in ("mistral-7b-v0.1", "phi-3-mini-4k", "mixtral-8x7b")
+    )
+    qwen, fully = replace(llama, model="qwen2.5-7b"), {"checkpointing": True, "fp32_sharded_params": True}
+    one: dict[str, Any] = {"num_ranks": 1, "one_process": False, "seq_length": 2048, "fsdp_version": 1}
+    return [
+        replace(llama, num_layers=7, seq_length=6144, packed_sequences=5, selective_ac=True),
+        replace(qwen, packed_sequences=3, selective_ac=True, fp32_sharded_params=True),
+        replace(mistral, seq_length=6144, selective_ac=True),
+        replace(mistral, seq_length=12288, packed_sequences=2, **fully),
+        replace(llama, model="gemma-3-12b", packed_sequences=3, selective_ac=True),
+        replace(phi, num_layers=10, seq_length=6144, selective_ac=True),
+        replace(phi, seq_length=1024, micro_batch_size=2, selective_ac=True, fp32_sharded_params=True),
+        Job(model="qwen3-8b", num_layers=3, seq_length=1536, fp32=True),
+        replace(mixtral, num_layers=2, packed_sequences=4, checkpointing=True),
+        replace(llama, model="qwen3-30b-a3b", num_layers=4, packed_sequences=2, fp32_sharded_params=True),
+        replace(llama, model="olmo-2-1b", seq_length=6144, micro_batch_size=2, selective_ac=True),
+        replace(llama, model="granite-3.3-2b", seq_length=6144, packed_sequences=4, **fully),
+        replace(qwen, num_layers=3, **fully, **one),
     ]
 
 
