@@ -72,6 +72,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-7b-v0.1": ("mistral", {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
                                     "num_key_value_heads": 8, "vocab_size": 32000, "rms_norm_eps": 1e-5,
                                     "sliding_window": 4096}),
+    "command-r7b": ("cohere2", {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+                                "num_key_value_heads": 8, "vocab_size": 256000, "layer_norm_eps": 1e-5,
+                                "rope_theta": 50000.0, "sliding_window": 4096, "logit_scale": 0.25}),
+    "phi-2": ("phi", {"hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 32,
+                      "num_key_value_heads": 32, "vocab_size": 51200, "partial_rotary_factor": 0.4,
+                      "resid_pdrop": 0.1}),
+    "seed-oss-36b": ("seed_oss", {"hidden_size": 5120, "intermediate_size": 27648, "num_attention_heads": 80,
+                                  "num_key_value_heads": 8, "vocab_size": 155136, "rope_theta": 1e7,
+                                  "head_dim": 128, "attention_dropout": 0.1, "residual_dropout": 0.1}),
     "phi-3-mini-4k": ("phi3", {"hidden_size": 3072, "intermediate_size": 8192, "num_attention_heads": 32,
                                "num_key_value_heads": 32, "vocab_size": 32064, "rms_norm_eps": 1e-5,
                                "sliding_window": 2047}),
@@ -302,7 +311,43 @@ def _latest_jobs() -> list[Job]:
     mixtral = replace(llama, model="mixtral-8x7b", num_layers=2)
     found += [mixtral, replace(mixtral, checkpointing=True, seq_length=8192, adam_implementation="fused")]
     found += [replace(llama, model="phi-3-mini-4k", seq_length=2048, selective_ac=True)]
-    return found
+    cohere, phi, seed = (replace(llama, model=name) for name in ("command-r7b", "phi-2", "seed-oss-36b"))
+    return [
+        *found,
+        cohere,
+        replace(seed, num_layers=4),
+        replace(phi, num_layers=32, seq_length=2048, micro_batch_size=2, attn_implementation="eager"),
+        replace(cohere, seq_length=8192, checkpointing=True, fp32_sharded_params=True),
+        replace(seed, num_layers=6, seq_length=8192, checkpointing=True, fp32_sharded_params=True),
+        replace(phi, num_layers=32, seq_length=2048, micro_batch_size=4, adam_implementation="fused"),
+        *_masked_jobs(),
+    ]
+
+
+def _masked_jobs() -> list[Job]:
+    """Returns jobs whose masks, checkpoints and types were combined otherwise than in those above."""
+    eight: dict[str, Any] = {"num_ranks": 8, "one_process": True}
+    llama = Job(model="llama-3.1-8b", num_layers=6, seq_length=4096, **eight)
+    mistral, phi, mixtral = (
+        replace(llama, model=name) for name in ("mistral-7b-v0.1", "phi-3-mini-4k", "mixtral-8x7b")
+    )
+    qwen, fully = replace(llama, model="qwen2.5-7b"), {"checkpointing": True, "fp32_sharded_params": True}
+    one: dict[str, Any] = {"num_ranks": 1, "one_process": False, "seq_length": 2048, "fsdp_version": 1}
+    return [
+        replace(llama, num_layers=7, seq_length=6144, packed_sequences=5, selective_ac=True),
+        replace(qwen, packed_sequences=3, selective_ac=True, fp32_sharded_params=True),
+        replace(mistral, seq_length=6144, selective_ac=True),
+        replace(mistral, seq_length=12288, packed_sequences=2, **fully),
+        replace(llama, model="gemma-3-12b", packed_sequences=3, selective_ac=True),
+        replace(phi, num_layers=10, seq_length=6144, selective_ac=True),
+        replace(phi, seq_length=1024, micro_batch_size=2, selective_ac=True, fp32_sharded_params=True),
+        Job(model="qwen3-8b", num_layers=3, seq_length=1536, fp32=True),
+        replace(mixtral, num_layers=2, packed_sequences=4, checkpointing=True),
+        replace(llama, model="qwen3-30b-a3b", num_layers=4, packed_sequences=2, fp32_sharded_params=True),
+        replace(llama, model="olmo-2-1b", seq_length=6144, micro_batch_size=2, selective_ac=True),
+        replace(llama, model="granite-3.3-2b", seq_length=6144, packed_sequences=4, **fully),
+        replace(qwen, num_layers=3, **fully, **one),
+    ]
 
 
 def _jobs_of_ulysses() -> list[Job]:
@@ -327,10 +372,9 @@ def _jobs_of_ulysses() -> list[Job]:
 
 def measure(folder: Path, only: str, seconds: float) -> int:
     """Takes the jobs of as many ranks as there are GPUs; returns how many failed."""
-    num_gpus = prepare({family.removesuffix("_text") for family, _ in MODELS.values()})
-    wanted = [
-        job for job in jobs() if re.search(only, job.name) and job.num_processes in ({num_gpus} if num_gpus else {1, 2})
-    ]
+    chosen = [job for job in jobs() if re.search(only, job.name)]
+    num_gpus = prepare({MODELS[job.model][0].removesuffix("_text") for job in chosen})
+    wanted = [job for job in chosen if job.num_processes in ({num_gpus} if num_gpus else {1, 2})]
     rehearsed = wanted if num_gpus else [replace(each, num_layers=2, seq_length=64) for each in wanted]
     return measure_jobs(rehearsed, take_steps, folder, seconds)
 
@@ -347,6 +391,8 @@ def model_of(job: Job, *, on_gpu: bool) -> Any:
                            "num_key_value_heads": 2, "vocab_size": 512, "head_dim": 32}  # fmt: skip
         if family.startswith("gemma"):
             values |= {"sliding_window": 16}
+        if family == "phi":
+            values |= {"num_key_value_heads": 4}
         if family in ("qwen3_moe", "mixtral"):
             values |= {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     without = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -354,7 +400,9 @@ def model_of(job: Job, *, on_gpu: bool) -> Any:
     with torch.device("meta"):
         stored = torch.float32 if job.fp32_sharded_params or job.fp32 else torch.bfloat16
         attention = "eager" if family == "gemma2" else "sdpa"  # sdpa has no soft cap of scores
-        if job.attn_implementation != "sdpa":
+        if job.attn_implementation == "eager":
+            attention = "eager"
+        elif job.attn_implementation != "sdpa":
             AttentionInterface.register(attention := "varlen_of_torch", varlen_of_torch)
         model = AutoModelForCausalLM.from_config(config, dtype=stored, attn_implementation=attention).train()
         if job.lora_rank is not None:

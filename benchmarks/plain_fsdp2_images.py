@@ -18,6 +18,7 @@ import re
 import sys
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,24 @@ GEMMA = {"hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads":
 TINY = {"hidden_size": 640, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1,
         "vocab_size": 1024, "sliding_window": 64}  # fmt: skip
 QWEN_TOWER = {"num_heads": 16, "num_position_embeddings": 2304, "patch_size": 16, "spatial_merge_size": 2}
+QWEN_2_5_TOWER = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14}
 QWEN = {
+    "qwen2.5-vl-7b": (
+        {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
+         "vocab_size": 152064, "tie_word_embeddings": False},
+        {"out_hidden_size": 3584},
+    ),
+    "qwen2.5-vl-3b": (
+        {"hidden_size": 2048, "intermediate_size": 11008, "num_attention_heads": 16, "num_key_value_heads": 2,
+         "vocab_size": 151936, "tie_word_embeddings": True},
+        {"out_hidden_size": 2048},
+    ),
+    "qwen3-vl-2b": (
+        {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "num_key_value_heads": 8,
+         "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": True},
+        {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048,
+         "deepstack_visual_indexes": [5, 11, 17]},
+    ),
     "qwen3-vl-8b": (
         {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_key_value_heads": 8,
          "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
@@ -62,7 +80,7 @@ class ImageJob(Job):
     """In each sequence."""
     freeze: bool = True
     patches: int | None = None
-    """Of each image of Qwen3-VL."""
+    """Of each image of Qwen's models."""
 
     @property
     def image_tokens(self) -> int:
@@ -94,6 +112,11 @@ def jobs() -> list[ImageJob]:
         replace(qwen, model="qwen3-vl-4b", num_layers=36, fp32_sharded_params=True),
         replace(qwen, model="qwen3-vl-4b", freeze=False, attn_implementation="eager", patches=1024, seq_length=1024),
         replace(qwen, freeze=False, checkpointing=True, micro_batch_size=2, images=4, patches=1024),
+        windows := replace(qwen, model="qwen2.5-vl-7b", patches=3136),
+        replace(windows, freeze=False, images=2, patches=2048),
+        replace(windows, model="qwen2.5-vl-3b", num_layers=36, freeze=False, fp32_sharded_params=True, patches=1024),
+        replace(windows, freeze=False, checkpointing=True, micro_batch_size=2, images=4, patches=1024),
+        replace(qwen, model="qwen3-vl-2b", num_layers=28, freeze=False, micro_batch_size=2, patches=1024),
     ]
 
 
@@ -114,9 +137,24 @@ def config_of(job: ImageJob, *, on_gpu: bool) -> Any:
             sizes = sizes | {"vocab_size": 1024, "intermediate_size": 256, "hidden_size": 128}
             own = own | {"hidden_size": 64, "intermediate_size": 64, "depth": 3, "deepstack_visual_indexes": [0, 1]}
             own |= {"out_hidden_size": 128}
-        rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+            sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+        rope: dict[str, Any] = {
+            "rope_type": "default",
+            "rope_theta": 5e6,
+            "mrope_section": [24, 20, 20],
+            "mrope_interleaved": True,
+        }
         of_text |= {"model_type": "qwen3_vl_text", "rope_parameters": rope, **sizes}
         of_tower, kind, more = QWEN_TOWER | own, "qwen3_vl", {"tie_word_embeddings": sizes["tie_word_embeddings"]}
+        if job.model.startswith("qwen2.5"):
+            head = sizes["hidden_size"] // sizes["num_attention_heads"]
+            rope = {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [head // 8, 3 * head // 16, 3 * head // 16],
+            }
+            of_text |= {"model_type": "qwen2_5_vl_text", "rope_parameters": rope}
+            of_tower, kind = QWEN_2_5_TOWER | own, "qwen2_5_vl"
     token = of_text["vocab_size"] - 1
     return AutoConfig.for_model(kind, text_config=of_text, vision_config=of_tower, image_token_id=token, **more)
 
@@ -184,7 +222,8 @@ def inputs_of(job: ImageJob, config: Any, device: str) -> dict[str, Any]:
     inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens.clone()}
     if job.patches:
         pixels = torch.rand(images * job.patches, 3 * 2 * size.patch_size**2, device=device)
-        grid = torch.tensor([[1, 2, job.patches // 2]] * images, device=device)
+        rows = next(each for each in range(isqrt(job.patches), 0, -1) if each % 2 == job.patches % (2 * each) == 0)
+        grid = torch.tensor([[1, rows, job.patches // rows]] * images, device=device)
         return inputs | {"mm_token_type_ids": is_image, "pixel_values": pixels, "image_grid_thw": grid}
     pixels = torch.rand(images, 3, size.image_size, size.image_size, device=device).to(torch.bfloat16)
     return inputs | {"token_type_ids": is_image, "pixel_values": pixels}
@@ -236,8 +275,9 @@ def take_steps(job: ImageJob, rank: int, shared: str, *, on_gpu: bool) -> dict[s
 
 def measure(folder: Path, only: str, seconds: float) -> int:
     """Takes the jobs; returns how many failed."""
-    num_gpus = prepare(("gemma3", "siglip", "qwen3_vl"))
     wanted = [job for job in jobs() if re.search(only, job.name)]
+    kinds = {"gemma": ("gemma3", "siglip"), "qwen2": ("qwen2_5_vl",), "qwen3": ("qwen3_vl",)}
+    num_gpus = prepare({family for job in wanted for family in kinds[job.model[:5]]})
     rehearsed = (
         wanted
         if num_gpus
@@ -249,6 +289,7 @@ def measure(folder: Path, only: str, seconds: float) -> int:
 def predicted_of(job: ImageJob) -> dict[str, int]:
     """Returns what memlab predicts of a job: bytes at the start of its third step, at its peak, and reserved."""
     from memlab import Lab, Layout, MemorySettings, TrainingState
+    from memlab.config.vision import VISION_TOWERS
 
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     settings = MemorySettings(**full) if job.checkpointing else None  # type: ignore[arg-type]
@@ -263,7 +304,7 @@ def predicted_of(job: ImageJob) -> dict[str, int]:
     )
     sizes = {name: getattr(job, name) for name in ("num_layers", "seq_length", "micro_batch_size", "num_microbatches")}
     layout = Layout(data_parallel_size=job.num_ranks)
-    language_model = {"gemma-3-4b": "gemma-3-4b-text"}.get(job.model, job.model.replace("-vl", ""))
+    language_model = VISION_TOWERS[job.model].language_model
     with Lab(language_model, **sizes, engine="fsdp2", layout=layout, state=state, backend="simulated") as lab:
         lab.step(settings)  # after a warm-up step
         record = lab.step(settings)

@@ -189,6 +189,11 @@ class Architecture:
         return FAMILIES[self.family].sandwich_norms
 
     @property
+    def shares_norm(self) -> bool:
+        """Whether attention and MLP take what one norm returns."""
+        return FAMILIES[self.family].shares_norm
+
+    @property
     def only_in_transformers(self) -> str:
         """What memlab has in transformers' model only, and not in Megatron's; empty if nothing."""
         return FAMILIES[self.family].only_in_transformers
@@ -479,6 +484,7 @@ class Architecture:
         embeddings = self.vocab_size * self.hidden_size
         embeddings *= 1 if self.share_embeddings_and_output_weights else 2
         outside = embeddings + self.num_parameters_of_positions + self.num_parameters_of_final_norm
+        outside += self.num_parameters_of_output_bias
         return outside + sum(self._elements().values())
 
     @property
@@ -490,6 +496,11 @@ class Architecture:
     def num_parameters_of_final_norm(self) -> int:
         """Number of parameters of the norm before the output layer."""
         return sum(weight.num_elements for weight in norm_weights("", self.hidden_size, self.normalization))
+
+    @property
+    def num_parameters_of_output_bias(self) -> int:
+        """Number of parameters of the output layer beside its matrix."""
+        return self.vocab_size if FAMILIES[self.family].output_bias else 0
 
     @property
     def num_parameters_of_experts(self) -> int:
@@ -667,6 +678,18 @@ ARCHITECTURES: dict[str, Architecture] = {
         # https://huggingface.co/zai-org/glm-4-9b-chat-hf/blob/main/config.json
         _row("glm-4-9b", 40, 4096, 13696, 32, family="glm", num_query_groups=2, kv_channels=128, vocab_size=151552,
              rotary_base=10000.0, rotary_percent=0.5, layernorm_epsilon=1.5625e-7, add_qkv_bias=True),
+        # https://huggingface.co/CohereForAI/c4ai-command-r7b-12-2024/blob/main/config.json. (Its norms are LayerNorms
+        # without a bias.)
+        _row("command-r7b", 32, 4096, 14336, 32, family="cohere2", num_query_groups=8, kv_channels=128,
+             vocab_size=256000, rotary_base=50000.0, layernorm_epsilon=1e-5, tied=True, window_size=(4095, 0),
+             window_attn_skip_freq=(1, 1, 1, 0) * 8),
+        # https://huggingface.co/microsoft/phi-2/blob/main/config.json
+        _row("phi-2", 32, 2560, 10240, 32, family="phi", num_query_groups=32, kv_channels=80, vocab_size=51200,
+             rotary_base=10000.0, rotary_percent=0.4, layernorm_epsilon=1e-5, normalization="LayerNorm",
+             gated_linear_unit=False, add_bias_linear=True, default_seq_length=2048),
+        # https://huggingface.co/ByteDance-Seed/Seed-OSS-36B-Instruct/blob/main/config.json
+        _row("seed-oss-36b", 64, 5120, 27648, 80, family="seed_oss", num_query_groups=8, kv_channels=128,
+             vocab_size=155136, rotary_base=1e7, layernorm_epsilon=1e-6, add_qkv_bias=True),
         # https://huggingface.co/meta-llama/Llama-3.1-8B/blob/main/config.json, and likewise. (How these models scale
         # the angles of the rotary embedding changes no tensor's size, and is not applied here.)
         _row("llama-3.2-1b", 16, 2048, 8192, 32, tied=True, **(_LLAMA | {"kv_channels": 64})),
@@ -873,6 +896,9 @@ HUGGING_FACE_NAMES = {
     "granite-3.3-2b": "ibm-granite/granite-3.3-2b-instruct",
     "olmo-2-1b": "allenai/OLMo-2-0425-1B",
     "glm-4-9b": "zai-org/glm-4-9b-hf",
+    "command-r7b": "CohereForAI/c4ai-command-r7b-12-2024",
+    "phi-2": "microsoft/phi-2",
+    "seed-oss-36b": "ByteDance-Seed/Seed-OSS-36B-Base",
     "nemotron-mini-4b": "nvidia/Nemotron-Mini-4B-Instruct",
     "minitron-8b": "nvidia/Minitron-8B-Base",
     "nemotron-4-340b": "nvidia/Nemotron-4-340B-Base",
@@ -922,6 +948,7 @@ SAME_SIZES = {
     **{f"{name}-it": name for name in ("gemma-2b", "gemma-7b", "gemma-2-9b", "gemma-3-270m", "gemma-3-1b")},
     **{f"gemma-1.1-{size}-it": f"gemma-{size}" for size in ("2b", "7b")},
     "functiongemma-270m-it": "gemma-3-270m",
+    "c4ai-command-r7b-12-2024": "command-r7b",
     "olmo-2-0425-1b": "olmo-2-1b",
     "mistral-nemo": "mistral-nemo-12b",
     "mistral-large": "mistral-large-123b",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from memlab.config.validation import check_number, check_whole_number, shortened
@@ -58,6 +59,12 @@ class ModelType:
     """Whether it is of Nemotron's kind: LayerNorm, and MLPs of squared ReLU without a gate, in all layers."""
     is_hybrid: bool = False
     """Whether a pattern says which layers are Mamba, attention, an MLP of squared ReLU, or experts of it."""
+    has_gelu: bool = False
+    """Whether it is of Phi-2's kind: LayerNorm, biases of all matrices, and MLPs of GELU without a gate."""
+    epsilon: str = "rms_norm_eps"
+    """The field of what norms add to the variance."""
+    dropout: Mapping[str, float] = field(default_factory=dict)
+    """The fields of dropout of its published models, each with the only share that memlab has of it."""
     first_k_dense_replace: int = 0
     n_shared_experts: int = 0
     n_group: int | None = None

@@ -5,7 +5,8 @@ The values of a ``config.json`` are those of transformers 5.24, ``models/*/confi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from memlab.config.config_json import ModelType
@@ -14,6 +15,7 @@ Family = Literal[
     "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gemma", "gemma2", "gemma3_text", "granite",
     "olmo2", "glm", "deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "gpt_oss", "qwen2_moe", "glm4_moe",
     "minimax_m2", "olmoe", "nemotron", "nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "gpt2",
+    "cohere2", "phi", "seed_oss",
 ]  # fmt: skip
 """The ``model_type`` of the model's config.json. A model of which only the sizes are known counts as qwen3_moe if it
 has experts, as gpt2 if its positions are learned, else as phi3: the layers of the others have the same parts."""
@@ -39,14 +41,21 @@ class FamilyRow(ModelType):
     """Whether it divides them over tensor parallel ranks."""
     automodel: bool = False
     """Whether NeMo Automodel has a class of its own (``_transformers/registry.py``), and memlab this class."""
-    lacks_of_automodel: str = ""
-    """What memlab does not have of NeMo Automodel's class, so that it does not have the class; empty otherwise."""
+    weighs_after: bool = False
+    """Whether that class multiplies what experts return by the router's weights, and not their activation, and has a
+    router in the type of its tokens."""
     norms_of_transformers: bool = False
     """Whether that class has transformers' norms, and not NeMo Automodel's own."""
     fused_linears: tuple[str, ...] = ()
     """Names of linears in transformers' class that others have two or three of."""
     scales_embedding: bool = False
     """Whether a factor scales what the embedding returns."""
+    shares_norm: bool = False
+    """Whether attention and MLP of a layer take what one norm returns, side by side."""
+    output_bias: bool = False
+    """Whether the output layer has a bias."""
+    own_linears: Mapping[str, str] = field(default_factory=dict)
+    """Names of linears in transformers' class, by those that most families have."""
 
 
 _DELTA_NET: dict[str, Any] = {"qk_layernorm": True, "rotary_percent": 0.25, "has_delta_net": True}
@@ -86,14 +95,14 @@ FAMILIES: dict[Family, FamilyRow] = {
     "deepseek_v3": FamilyRow(automodel=True, **_DEEPSEEK_V3),
     "kimi_k2": FamilyRow(**_DEEPSEEK_V3),
     "glm4_moe_lite": FamilyRow(first_k_dense_replace=1, n_shared_experts=1, routed_scaling_factor=1.8,
-                               lacks_of_automodel="weights of a router after the experts", **_LATENT, **_GROUPS),
+                               automodel=True, weighs_after=True, **_LATENT, **_GROUPS),
     "gpt_oss": FamilyRow(num_key_value_heads=8, head_dim=64, qkv_bias_field="attention_bias", has_sinks=True,
                          experts="width of the MLP", rotary_base=150000.0, automodel=True),
     "qwen2_moe": FamilyRow(num_key_value_heads=16, add_qkv_bias=True, uses_window=False, normalizes_topk=False,
                            **_OWN_EXPERTS),
     "glm4_moe": FamilyRow(num_key_value_heads=8, qkv_bias_field="attention_bias", qk_norm_field="use_qk_norm",
                           rotary_percent=0.5, experts="own width", first_k_dense_replace=1, n_shared_experts=1,
-                          **_GROUPS),
+                          automodel=True, weighs_after=True, **_GROUPS),
     "minimax_m2": FamilyRow(num_key_value_heads=8, head_dim=128, qk_layernorm=True, norms_all_heads=True,
                             experts="width of the MLP", expert_bias=True, scoring_func="sigmoid", rotary_base=5e6),
     "olmoe": FamilyRow(qk_layernorm=True, norms_all_heads=True, norms_all_heads_fused=True, normalizes_topk=False,
@@ -104,6 +113,15 @@ FAMILIES: dict[Family, FamilyRow] = {
     "qwen3_5_text": FamilyRow(num_key_value_heads=4, head_dim=256, **_DELTA_NET),
     "qwen3_5_moe_text": FamilyRow(num_key_value_heads=2, head_dim=256, **_OWN_EXPERTS, **_DELTA_NET),
     "gpt2": FamilyRow(has_config=False),
+    "cohere2": FamilyRow(epsilon="layer_norm_eps", window_pattern=4, shares_norm=True, fsdp2=True,
+                         only_in_transformers="attention and MLP side by side"),
+    "phi": FamilyRow(epsilon="layer_norm_eps", rotary_percent=0.5, has_gelu=True, dropout={"resid_pdrop": 0.1},
+                     shares_norm=True, output_bias=True, fsdp2=True,
+                     own_linears={"o_proj": "dense", "up_proj": "fc1", "down_proj": "fc2"},
+                     only_in_transformers="attention and MLP side by side"),
+    "seed_oss": FamilyRow(num_key_value_heads=8, head_dim=128, qkv_bias_field="attention_bias", has_qkv_bias=True,
+                          dropout={"attention_dropout": 0.1, "residual_dropout": 0.1}, fsdp2=True,
+                          only_in_transformers="dropout that the config.json gives"),
 }  # fmt: skip
 
 

@@ -208,7 +208,8 @@ class Fsdp2Rules:
                 "sinks, of which memlab has with model_classes only Transformer Engine's kernel: choose te",
                 *("attn_implementation", "model_classes"),
             )
-        if model.family == "gpt_oss" and state.model_classes == "automodel_0.7.0":
+        of_august = model.family == "gpt_oss" or FAMILIES[model.family].weighs_after
+        if of_august and state.model_classes == "automodel_0.7.0":
             raise RuleError(
                 f"model_classes is {state.model_classes!r}, and memlab has NeMo Automodel's class of {model.name} only "
                 "as in August 2026: choose automodel",
@@ -339,6 +340,12 @@ class Fsdp2Rules:
             raise RuleError(
                 f"{given}, and {self.architecture.name} is of the family {self.architecture.family}, which scales what "
                 "the embedding returns, and memlab does not divide into stages: choose 1, or another model",
+                *("pipeline_model_parallel_size", "engine"),
+            )
+        if FAMILIES[self.architecture.family].output_bias:
+            raise RuleError(
+                f"{given}, and the output layer of {self.architecture.name} has a bias, which memlab does not divide "
+                "into stages: choose 1, or another model",
                 *("pipeline_model_parallel_size", "engine"),
             )
         others = (
@@ -476,6 +483,14 @@ class Fsdp2Rules:
             raise RuleError(
                 f"attn_implementation is 'flash_attention_2', and {self.architecture.name} has windows or soft caps, "
                 "which memlab does not have with it: leave it out",
+                "attn_implementation",
+            )
+        if self.attention_of_transformers == "eager" and FAMILIES[self.architecture.family].dropout.get(
+            "attention_dropout"
+        ):
+            raise RuleError(
+                f"attn_implementation is 'eager', and {self.architecture.name} drops probabilities of attention, which "
+                "memlab does not have with it: choose sdpa",
                 "attn_implementation",
             )
         self._check_mask_in_fp32()

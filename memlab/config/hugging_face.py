@@ -53,7 +53,7 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
     share = ConfigJson(rope).number("partial_rotary_factor", default=kind.rotary_percent)
     if "rotary_dim" in config and kind.norms_all_heads:
         share = fields.whole("rotary_dim") / fields.whole("head_dim", default=kind.head_dim)
-    epsilon = "layer_norm_epsilon" if kind.is_hybrid else "norm_eps" if kind.has_squared_relu else "rms_norm_eps"
+    epsilon = "layer_norm_epsilon" if kind.is_hybrid else "norm_eps" if kind.has_squared_relu else kind.epsilon
     read: dict[str, Any] = {
         "family": name,
         "num_layers": fields.whole("num_hidden_layers"),
@@ -61,7 +61,9 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
         "rotary_base": fields.number("rope_theta", default=base),
         "rotary_percent": fields.number("partial_rotary_factor", default=share),
         "layernorm_epsilon": fields.number(epsilon, default=None if epsilon == "rms_norm_eps" else 1e-5),
-        "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", default=kind.is_gemma),
+        "share_embeddings_and_output_weights": fields.flag(
+            "tie_word_embeddings", default=kind.is_gemma or name == "cohere2"
+        ),
     }
     attention = LatentAttention if kind.multi_latent_attention else GroupedQueryAttention
     if kind.has_delta_net:
@@ -69,6 +71,8 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
         read |= GatedDeltaNet.of_config(fields, kind)
     if kind.has_squared_relu:
         read |= {"normalization": "LayerNorm", "gated_linear_unit": False, "squared_relu": True}
+    if kind.has_gelu:
+        read |= {"normalization": "LayerNorm", "gated_linear_unit": False, "add_bias_linear": True}
     pattern = _kinds_of_layers(fields) if kind.is_hybrid else None
     has_experts = kind.experts is not None and (pattern is None or "E" in pattern)
     for part in (attention, Dense, *([Experts] if has_experts else [])):
@@ -149,7 +153,11 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
     config = fields.values
     zero = ("attention_dropout", "resid_pdrop", "embd_pdrop", "router_jitter_noise")
     modelled: dict[str, tuple[Any, ...]] = dict.fromkeys(zero, (0, None))
-    modelled["hidden_act"] = ("relu2" if kind.has_squared_relu else "silu",)
+    modelled["hidden_act"] = ("relu2" if kind.has_squared_relu else "gelu_new" if kind.has_gelu else "silu",)
+    # Biases of attention's output, and norms of queries and keys, which no published model of these families has.
+    absent = ("attention_out_bias", *(() if kind.qk_layernorm else ("qk_layernorm", "use_qk_norm")))
+    modelled |= {name: (False, None) for name in absent if name != kind.qk_norm_field}
+    modelled |= {name: (share,) for name, share in kind.dropout.items()}
     if kind.norms_all_heads_fused:
         modelled["clip_qkv"] = (None,)
     if kind.is_gemma:

@@ -40,9 +40,9 @@ _WHOLE = {part: linear for linear, parts in PARTS.items() for part in parts}
 _ADAPTABLE = (*LINEARS, *OF_LATENT_ATTENTION, *OF_LINEAR_ATTENTION, JOINING, OUTPUT_LAYER)
 OF_TRANSFORMERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
-    "linear_proj": ("o_proj",),
-    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj"),
-    "linear_fc2": ("down_proj",),
+    "linear_proj": ("o_proj", "dense"),
+    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj", "fc1"),
+    "linear_fc2": ("down_proj", "fc2"),
     OUTPUT_LAYER: ("lm_head",),
 }
 """The names of transformers for what Megatron calls so."""

@@ -49,6 +49,7 @@ def parameters_of_rank(scenario: Scenario) -> Parameters:
     vocabulary = matrices * model.vocab_size * model.hidden_size // layout.tensor_model_parallel_size
     vocabulary += has_output * (num_labels or 0) * model.hidden_size
     vocabulary += has_embedding * model.num_parameters_of_positions + has_norm * model.num_parameters_of_final_norm
+    vocabulary += has_output * model.num_parameters_of_output_bias
     if (tower := scenario.vision_tower) is not None:
         vocabulary += tower.num_parameters + tower.num_parameters_of_projector
     layers, words = (-(-count // scenario.ranks_of_shards) for count in (outside, vocabulary))

@@ -509,7 +509,9 @@ class Scenario(Fsdp2Rules):
             self.check_adapters_on_fsdp2(lora)
             return
         others = [name for name in lora.target_modules if not name.endswith(OF_LATENT_ATTENTION)]
-        of_transformers = [name for name in others if name.endswith(NAMES_OF_TRANSFORMERS)]
+        of_transformers = [
+            name for name in others if name.endswith(NAMES_OF_TRANSFORMERS) and not name.endswith(LINEARS)
+        ]
         if of_transformers:
             raise RuleError(
                 f"lora_target_modules has {', '.join(of_transformers)}, which engine {self.engine!r} does not have: "

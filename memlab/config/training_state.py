@@ -700,8 +700,8 @@ class TrainingState:
     model_classes: ModelClasses = option(
         "transformers",
         "whose classes the model is built of: those of transformers (the default), or NeMo Automodel's own of Llama, "
-        "Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V3 and gpt-oss, as in August 2026 (automodel) or as released "
-        "(automodel_0.7.0)",
+        "Qwen2, Qwen3, Qwen3-MoE, DeepSeek-V3, GLM-4.5, GLM-4.7-Flash and gpt-oss, as in August 2026 (automodel) or as "
+        "released (automodel_0.7.0, without the last three)",
         **_HIDDEN_MODEL_OF_FSDP2,
     )
     """`memlab.engines.fsdp2.automodel_classes` and `memlab.engines.fsdp2.automodel_experts` have them."""
@@ -719,8 +719,8 @@ class TrainingState:
     )
     vision_tower: VisionTowerName | None = option(
         None,
-        "vision tower of transformers' model beside the language model, with its projector: that of Gemma 3 4B, of "
-        "Qwen3-VL 4B or 8B, or a tiny one (default: no tower)",
+        "vision tower of transformers' model beside the language model, with its projector: that of Gemma 3 4B, "
+        "Qwen2.5-VL 3B or 7B, Qwen3-VL 2B, 4B or 8B, or a tiny one (default: no tower)",
         **_IMAGES,
     )
     """`memlab.config.vision` has them: models of NeMo Automodel's recipes whose classes are transformers'."""
@@ -742,7 +742,8 @@ class TrainingState:
         at_most=2**24,
         **_IMAGES,
     )
-    """Gemma 3 scales each image to 4,096 patches."""
+    """Gemma 3 scales each image to 4,096 patches. Windows of Qwen2.5-VL's tower are those of images whose shape is as
+    near to a square as their number of patches allows."""
     freeze_vision_tower: bool = option(
         False,
         "train the language model and the projector, and not the tower, whose parameters FSDP2 then shards with those "

@@ -74,9 +74,14 @@ def linears(architecture: Architecture, num_layers: int) -> Iterator[Linear]:
     of_mlp = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden)}
     if "gate_up_proj" in fused:
         of_mlp = {"gate_up_proj": (2 * inner, hidden)}
-    of_layer = {f"self_attn.{name}": shape for name, shape in (attention | {"o_proj": (hidden, queries)}).items()}
+    if not sizes.gated_linear_unit:
+        del of_mlp["gate_proj"]
+    own = FAMILIES[sizes.family].own_linears
+    attention |= {"o_proj": (hidden, queries)}
+    of_layer = {f"self_attn.{own.get(name, name)}": shape for name, shape in attention.items()}
     if not sizes.routes:
-        of_layer |= {f"mlp.{name}": shape for name, shape in (of_mlp | {"down_proj": (hidden, inner)}).items()}
+        of_mlp |= {"down_proj": (hidden, inner)}
+        of_layer |= {f"mlp.{own.get(name, name)}": shape for name, shape in of_mlp.items()}
     for number in range(num_layers):
         for name, (outputs, inputs) in of_layer.items():
             yield Linear(f"model.layers.{number}.{name}", outputs, inputs)

@@ -1,17 +1,22 @@
 """Vision towers that transformers' models have beside a language model: what is built, without torch.
 
-Sizes are those of the published ``config.json``; the rest is transformers' own (``models/gemma3`` and ``qwen3_vl``,
-5.24). How many images a sequence has, and of how many patches, is the data's to say, so options ask for it.
+Sizes are those of the published ``config.json``; the rest is transformers' own (``models/gemma3``, ``qwen2_5_vl`` and
+``qwen3_vl``, 5.24). How many images a sequence has, and of how many patches, is the data's to say, so options ask for
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isqrt
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-VisionTowerName = Literal["gemma-3-4b", "qwen3-vl-4b", "qwen3-vl-8b", "gemma-3-tiny", "qwen3-vl-tiny"]
+VisionTowerName = Literal[
+    "gemma-3-4b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen2.5-vl-3b", "qwen2.5-vl-7b", "gemma-3-tiny",
+    "qwen3-vl-tiny", "qwen2.5-vl-tiny",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,6 +48,11 @@ class VisionTower:
         """Returns how many tokens of the sequence an image with so many patches takes."""
         return (self.patches_of_image or patches or 0) // self.patches_of_token
 
+    def grid_of(self, patches: int) -> tuple[int, int]:
+        """Returns rows and columns of an image of so many patches, as near to a square as even numbers of both are."""
+        rows = next(rows for rows in range(isqrt(patches), 0, -1) if not (rows % 2 or patches % (2 * rows)))
+        return rows, patches // rows
+
     @property
     def patch_size(self) -> int:
         """Rows of pixels of a patch, and columns."""
@@ -50,6 +60,10 @@ class VisionTower:
 
 
 _SIGLIP = {"model_type": "siglip_vision_model", "patch_size": 14, "vision_use_head": False, "attention_dropout": 0.0}
+_QWEN2_5_VL = {
+    "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
+    "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+}  # fmt: skip
 _QWEN3_VL = {"num_heads": 16, "num_position_embeddings": 2304, "patch_size": 16, "spatial_merge_size": 2}
 VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
     {
@@ -69,6 +83,18 @@ VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
             patches_of_token=16,
         ),
         # https://huggingface.co/Qwen/Qwen3-VL-4B-Instruct/blob/main/config.json, and likewise
+        "qwen3-vl-2b": VisionTower(
+            model_type="qwen3_vl",
+            published=("qwen3-vl-2b",),
+            language_model="qwen3-1.7b",
+            width=2048,
+            config=_QWEN3_VL
+            | {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048}
+            | {"deepstack_visual_indexes": [5, 11, 17]},
+            others={},
+            num_parameters=406_957_056,
+            patches_of_token=4,
+        ),
         "qwen3-vl-4b": VisionTower(
             model_type="qwen3_vl",
             published=("qwen3-vl-4b",),
@@ -91,6 +117,27 @@ VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
             | {"deepstack_visual_indexes": [8, 16, 24]},
             others={},
             num_parameters=576_388_336,
+            patches_of_token=4,
+        ),
+        # https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct/blob/main/config.json, and likewise
+        "qwen2.5-vl-3b": VisionTower(
+            model_type="qwen2_5_vl",
+            published=("qwen2.5-vl-3b",),
+            language_model="qwen2.5-3b",
+            width=2048,
+            config=_QWEN2_5_VL | {"out_hidden_size": 2048},
+            others={},
+            num_parameters=668_684_288,
+            patches_of_token=4,
+        ),
+        "qwen2.5-vl-7b": VisionTower(
+            model_type="qwen2_5_vl",
+            published=("qwen2.5-vl-7b",),
+            language_model="qwen2.5-7b",
+            width=3584,
+            config=_QWEN2_5_VL | {"out_hidden_size": 3584},
+            others={},
+            num_parameters=676_550_144,
             patches_of_token=4,
         ),
         "gemma-3-tiny": VisionTower(
@@ -117,6 +164,18 @@ VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
             | {"deepstack_visual_indexes": [0, 1], "patch_size": 4},
             others={},
             num_parameters=551_296,
+            patches_of_token=4,
+        ),
+        "qwen2.5-vl-tiny": VisionTower(
+            model_type="qwen2_5_vl",
+            published=(),
+            language_model="qwen2.5-tiny",
+            width=128,
+            config=_QWEN2_5_VL
+            | {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 128, "num_heads": 2}
+            | {"fullatt_block_indexes": [1], "patch_size": 4, "window_size": 16},
+            others={},
+            num_parameters=229_888,
             patches_of_token=4,
         ),
     }

@@ -353,7 +353,7 @@ def test_what_only_other_ranks_read_has_no_effect_without_them(tmp_path: Path) -
          {"optimizer._target_": "either"}),
         ("{dataset._target_: nemo_automodel.components.datasets.llm.squad.make_squad_dataset}", {"step_scheduler.local_batch_size": "more"}),
         ("{packed_sequence.packed_sequence_size: 1024}", {"packed_sequence.packed_sequence_size": "more"}),
-        ("{model.attn_implementation: eager}", {"model.attn_implementation": "more"}),
+        ("{model.attn_implementation: eager}", {}),
         ("{loss_fn._target_: nemo_automodel.components.loss.linear_ce.FusedLinearCrossEntropy, model.output_hidden_states: true}",
          {"loss_fn._target_": "less", "model.output_hidden_states": "more"}),
         ("{distributed.mp_policy.param_dtype: float32}", {"distributed.mp_policy.param_dtype": "less"}),

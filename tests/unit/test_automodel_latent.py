@@ -1,7 +1,8 @@
-"""NeMo Automodel's own classes of DeepSeek-V3 and gpt-oss in the engine fsdp2: their attention, routers and experts."""
+"""NeMo Automodel's own classes of DeepSeek-V3, GLM and gpt-oss in the engine fsdp2: attention, routers and experts."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
+from memlab.config.architectures import ARCHITECTURES
 from memlab.config.parameters import kept_bytes
 from memlab.config.scenario import Scenario
 from memlab.jobs.job import Job
@@ -18,17 +20,24 @@ from memlab.engines.fsdp2.automodel_classes import change_classes
 from memlab.engines.fsdp2.hugging_face import build_model
 from tests.unit.saved import saved_tensors, storage_bytes
 
+LITE = replace(
+    ARCHITECTURES["deepseek-tiny"],
+    name="glm-lite-tiny",
+    family="glm4_moe_lite",
+    moe_router_num_groups=1,
+    moe_router_group_topk=1,
+)
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 def of(
     classes: Any = "automodel_0.7.0", experts: int = 1, ranks: int = 8, model: str = "deepseek-tiny", **state: Any
 ) -> Scenario:
-    """Returns two layers, the first of DeepSeek-V3 dense."""
+    """Returns two layers, the first of DeepSeek-V3 and GLM dense."""
     if experts > 1:
         state = {"moe_token_dispatcher_type": "allgather", "reshard_after_forward": "none"} | state
     return Scenario.of(
-        model,
+        LITE if model == LITE.name else model,
         num_layers=2,
         seq_length=64,
         dtype="bf16",
@@ -44,6 +53,9 @@ def of(
         ("deepseek-tiny", "automodel_0.7.0", False, 834_880),
         ("deepseek-tiny", "automodel_0.7.0", True, 783_936),
         ("deepseek-tiny", "automodel", False, 837_184),
+        ("glm-4.5-tiny", "automodel", False, 710_080),
+        ("glm-4.5-tiny", "automodel", True, 640_832),
+        ("glm-lite-tiny", "automodel", False, 926_528),
         ("gpt-oss-tiny", "automodel", False, 590_296),
         ("gpt-oss-tiny", "automodel", True, 416_768),
     ],
@@ -74,7 +86,10 @@ def test_it_saves_as_much_as_the_class_itself_and_computes_what_transformers_doe
 
 
 @pytest.mark.parametrize("state", [{}, {"moe_token_dispatcher_type": "flex"}], ids=["gathered", "deepep"])
-@pytest.mark.parametrize(("model", "experts"), [("deepseek-tiny", 4), ("deepseek-tiny", 8), ("gpt-oss-tiny", 4)])
+@pytest.mark.parametrize(
+    ("model", "experts"),
+    [("deepseek-tiny", 4), ("deepseek-tiny", 8), ("gpt-oss-tiny", 4), ("glm-4.5-tiny", 8), ("glm-lite-tiny", 4)],
+)
 def test_ranks_share_experts_beside_dense_layers_and_with_biases(
     state: dict[str, Any], model: str, experts: int
 ) -> None:
@@ -98,7 +113,8 @@ def test_ranks_share_experts_beside_dense_layers_and_with_biases(
             "classes with model_classes",
         ),
         ("gpt-oss-tiny", {"model_classes": "automodel_0.7.0"}, "only as in August 2026: choose automodel"),
-        ("glm-4.7-flash", {}, "family glm4_moe_lite, which this engine does not build yet"),
+        ("glm-4.5-air", {"model_classes": "automodel_0.7.0"}, "only as in August 2026: choose automodel"),
+        ("glm-4.7-flash", {"model_classes": "transformers"}, "family glm4_moe_lite, which this engine does not build"),
     ],
 )
 def test_what_is_not_predicted_is_refused(model: str, state: dict[str, Any], message: str) -> None:

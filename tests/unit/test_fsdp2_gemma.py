@@ -19,6 +19,8 @@ from memlab.config.hugging_face import architecture_fields
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.validation import RuleError
+from memlab.meter.caching_memory import CachingMemory
+from memlab.meter.observers import ObserveResults
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
@@ -145,3 +147,27 @@ def test_what_a_file_does_not_give_is_transformers_own() -> None:
             assert row.rotary_base == rope.get("full_attention", rope)["rope_theta"], name
         if hasattr(theirs, "norm_topk_prob"):
             assert row.normalizes_topk == theirs.norm_topk_prob, name
+
+
+def test_shards_get_memory_in_the_order_of_to_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tied matrix gets it twice, the second time behind the layers."""
+    from memlab.engines.fsdp2.hugging_face import build_model
+
+    scenario, taken, made = Scenario.of(gemma("gemma3_text"), **SIZES), list[int](), list[int]()
+    take = CachingMemory.take
+
+    def noted(memory: Any, allocation: Any, num_bytes: int) -> int:
+        taken.append(num_bytes)
+        return take(memory, allocation, num_bytes)
+
+    monkeypatch.setattr(CachingMemory, "take", noted)
+    with Lab(scenario, backend="simulated"):
+        pass
+    with torch.device("meta"):
+        model = build_model(scenario, torch.bfloat16, attention="sdpa")
+    sizes = {each.nbytes for each in model.parameters()} - {each.nbytes for each in model.buffers()}
+    with ObserveResults(lambda result, _: made.append(result.nbytes)):
+        model.to_empty(device="cpu")
+    expected = [num_bytes for num_bytes in made if num_bytes in sizes]
+    assert expected.count(model.lm_head.weight.nbytes) == 2
+    assert [num_bytes for num_bytes in taken if num_bytes in sizes][: len(expected)] == expected

@@ -104,6 +104,50 @@ def test_variables_of_the_workers_set_the_allocator(tmp_path: Path) -> None:
     assert job.required()[0].allocator.expandable_segments
 
 
+QWEN_VL = {"policy__model_name": "Qwen/Qwen2.5-VL-3B-Instruct", "images_per_sequence": 2, "patches_per_image": 1024}
+FREEZES = "policy__dtensor_cfg__automodel_kwargs__freeze_config"
+
+
+@pytest.mark.parametrize(
+    ("changes", "freezes"),
+    [({}, False), ({f"{FREEZES}__freeze_vision_tower": False}, False), ({f"{FREEZES}__freeze_embeddings": True}, True)],
+)
+def test_a_tower_is_trained_unless_a_section_freezes_it(tmp_path: Path, changes: dict[str, Any], freezes: bool) -> None:
+    scenario = read(tmp_path, **QWEN_VL, **changes).required()[0]
+    images = {"vision_tower": "qwen2.5-vl-3b", "images_per_sequence": 2, "patches_per_image": 1024}
+    assert scenario.architecture.name == "qwen2.5-3b"
+    assert scenario.state == TrainingState(**STATE, **images, freeze_vision_tower=freezes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"images_per_sequence": None}, "the number of images in each sample: .* --set images_per_sequence=NUMBER"),
+        ({"patches_per_image": None}, "the size of images: .* --set patches_per_image=NUMBER, the patches of the"),
+        ({"policy__dtensor_cfg___v2": False}, "a vision tower in version 1 of the policy"),
+        ({"policy__tokenizer__video": {"num_frames": 16}}, "videos in place of images"),
+    ],
+)
+def test_a_tower_needs_what_the_data_decides_and_version_2(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read(tmp_path, **QWEN_VL | changes).required()
+
+
+@pytest.mark.parametrize(("section", "sends"), [("grpo", True), ("sft", False)])
+def test_a_weight_sync_that_sends_a_tower_is_named(tmp_path: Path, section: str, sends: bool) -> None:
+    (tmp_path / "config.yaml").write_text(
+        CONFIG.replace("grpo", section).replace("Qwen/Qwen3-8B", "Qwen/Qwen2.5-VL-3B")
+    )
+    job = Job.read(tmp_path / "config.yaml")
+    assert any("sends the tower" in one.reason for one in job.not_modelled) is sends
+
+
+def test_images_of_a_model_without_a_tower_have_no_effect(tmp_path: Path) -> None:
+    job = read(tmp_path, images_per_sequence=2)
+    assert job.required()[0].state == TrainingState(**STATE)  # type: ignore[arg-type]
+    assert job.without_effect["images_per_sequence"] == "memlab has no vision tower of this model"
+
+
 @pytest.mark.parametrize(
     ("changes", "missing"),
     [

@@ -22,6 +22,7 @@ class Dense(FeedForward):
     gated_linear_unit: bool
     add_bias_linear: bool
     sandwich_norms: bool
+    shares_norm: bool
 
     most: ClassVar = {"ffn_hidden_size": 2**22}
     formulas: ClassVar = ("none", "mlp", "core_attn", "full")
@@ -48,8 +49,9 @@ class Dense(FeedForward):
             Weight("mlp.linear_fc1.bias", (rows,), split=0),
             Weight("mlp.linear_fc2.bias", (self.hidden_size,)),
         )
+        norm = norm_weights("mlp.linear_fc1.layer_norm_", self.hidden_size, self.normalization)
         return (
-            *norm_weights("mlp.linear_fc1.layer_norm_", self.hidden_size, self.normalization),
+            *(() if self.shares_norm else norm),
             Weight("mlp.linear_fc1.weight", (rows, self.hidden_size), split=0),
             Weight("mlp.linear_fc2.weight", (self.hidden_size, self.ffn_hidden_size), split=1),
             *(biases if self.add_bias_linear else ()),

@@ -253,7 +253,7 @@ def _eager(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *
     """Attends with transformers' own function of the model's family."""
     attend = sys.modules[type(module).__module__].eager_attention_forward
     output, probabilities = attend(module, query, key, value, attention_mask, **options)
-    if options.get("is_causal") is False and probabilities.grad_fn is not None:  # a tower's scores decide its peak
+    if probabilities.grad_fn is not None:
         _hold_temporary_of_softmax(_softmax_of(probabilities.grad_fn))
     return output, probabilities
 

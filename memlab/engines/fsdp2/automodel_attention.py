@@ -181,10 +181,11 @@ def _rotated_both(query: torch.Tensor, key: torch.Tensor, rotations: torch.Tenso
 
 def _rotated(heads: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
     cosines, sines = (each.unsqueeze(-2).to(heads.dtype) for each in (cosines, sines))
-    first, second = heads.chunk(2, dim=-1)
+    turned, rest = heads.tensor_split((2 * cosines.shape[-1],), dim=-1)
+    first, second = turned.chunk(2, dim=-1)
     one = first * cosines - second * sines
     two = second * cosines + first * sines
-    return torch.cat((one, two), dim=-1)
+    return torch.cat((one, two, rest) if rest.shape[-1] else (one, two), dim=-1)
 
 
 class _ReleasedRotation(torch.autograd.Function):

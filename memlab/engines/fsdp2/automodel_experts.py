@@ -1,6 +1,6 @@
 """NeMo Automodel's own classes of models with experts, in the place of transformers': their layers and experts.
 
-``components/models/{qwen3_moe,deepseek_v3}/model.py``, ``moe/{layers,experts}.py`` and
+``components/models/{qwen3_moe,deepseek_v3,glm4_moe}/model.py``, ``moe/{layers,experts}.py`` and
 ``moe/megatron/token_dispatcher.py`` of 36044ad3 and of the release 0.7.0, with ``experts: torch_mm`` or ``gmm``, one
 product of all experts of a rank. Their dispatcher ``torch`` (here ``allgather``)
 gathers the tokens of all ranks that share the experts and adds up what each rank makes of them, in fp32; ``deepep``
@@ -17,6 +17,7 @@ from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from memlab.config.families import FAMILIES
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2.automodel_attention import Attention, Rotations
 from memlab.engines.fsdp2.automodel_bias import multiplied_with_bias
@@ -113,6 +114,8 @@ class _Experts(torch.nn.Module):
                 for each in (of_transformers.gate_up_proj_bias, of_transformers.down_proj_bias)
             )
         self.dispatcher = dispatcher
+        self.weighs_after = FAMILIES[scenario.architecture.family].weighs_after
+        """Whether weights of the router multiply what the experts return."""
         self.group: Any = None
         """Of the ranks that share the experts, if there are several."""
 
@@ -128,6 +131,8 @@ class _Experts(torch.nn.Module):
     ) -> torch.Tensor:
         """Maps rows [rows, width], grouped by expert, to the same shape."""
         ends = counts.cumsum(dim=0).to(torch.int32)
+        if self.weighs_after:
+            probabilities = torch.ones_like(probabilities)
         if self.has_bias:
             return multiplied_with_bias(rows, matrices, counts, ends, probabilities)
         inner = torch._grouped_mm(rows, matrices[0], offs=ends)
@@ -152,6 +157,8 @@ class _GatheringExperts(_Experts):
             output.add_(tokens.sum(dtype=torch.float32) * 0.0)
             output = _Summed.apply(output, self.group)
             output = output.narrow(0, self.group.rank() * number, number).contiguous()
+        if self.weighs_after:
+            output = output.sum(dim=1)
         return output.to(dtype)
 
     def _multiplied(
@@ -163,10 +170,16 @@ class _GatheringExperts(_Experts):
         matrices: list[torch.Tensor],
         number: int,
     ) -> torch.Tensor:
-        places, _choices, probabilities, counts = self._by_expert(is_token, weights, chosen, number)
-        output = torch.zeros(tokens.shape, dtype=torch.float32, device=tokens.device)
+        places, choices, probabilities, counts = self._by_expert(is_token, weights, chosen, number)
+        shape = (len(tokens), chosen.shape[1], tokens.shape[1]) if self.weighs_after else tokens.shape
+        output = torch.zeros(shape, dtype=torch.float32, device=tokens.device)
         rows = tokens[places]
         of_experts = self.multiplied(rows, matrices, counts, probabilities.unsqueeze(-1))
+        if self.weighs_after:
+            of_experts = of_experts.float() * probabilities.unsqueeze(-1).float()
+            indices = choices.unsqueeze(1).expand_as(of_experts)
+            output.view(-1, tokens.shape[1]).scatter_add_(0, indices, of_experts.float())
+            return output
         indices = places.unsqueeze(1).expand_as(of_experts)
         output.scatter_add_(0, indices, of_experts.float())
         return output
@@ -213,6 +226,8 @@ class _SendingExperts(_Experts):
         rows, counts, probabilities = self._sent(tokens, weights, chosen)
         matrices = self.matrices(rows.dtype)
         output = self.multiplied(rows, matrices, counts.to(device=rows.device), probabilities.unsqueeze(-1))
+        if self.weighs_after:
+            output = (output.float() * probabilities.unsqueeze(-1).float()).to(rows.dtype)
         back = dispatcher.combine_preprocess(output)
         back = dispatcher.token_combine(back, async_finish=False, allocate_on_comm_stream=False)
         result: torch.Tensor = back.view(tokens.shape)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from memlab.config.families import FAMILIES
 from memlab.config.scenario import Scenario
 
 _LOSS_OF_BALANCE = 0.001
@@ -125,7 +126,9 @@ class _Balanced(torch.autograd.Function):
 
 
 class _GroupedGate(_Router):
-    """Multiplies in fp32, and chooses among the best groups of experts by sigmoids with a bias of each expert.
+    """Chooses among the best groups of experts by sigmoids with a bias of each expert.
+
+    That of DeepSeek-V3 multiplies in fp32, those of GLM in the tokens' type.
 
     The biases (``e_score_correction_bias``) and their main copy in fp32 are not trained: Automodel moves them after a
     step by how many tokens chose each expert. memlab lets them be, so that every step routes alike.
@@ -136,14 +139,16 @@ class _GroupedGate(_Router):
         model = scenario.architecture
         self.groups, self.of_groups = model.moe_router_num_groups or 1, model.moe_router_group_topk or 1
         self.factor = model.moe_router_topk_scaling_factor or 1.0
+        self.is_exact = not FAMILIES[model.family].weighs_after
         self.bias: torch.Tensor
         for name in ("bias", "main_bias"):
             self.register_buffer(name, torch.zeros(len(self.weight)), persistent=False)
 
     def forward(self, tokens: torch.Tensor, is_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns weights and experts int64, both [tokens, experts per token]; the release's weights are in fp32."""
-        exact = tokens.float()
-        own = torch.nn.functional.linear(exact, self.weight.float()).sigmoid()
+        dtype = torch.float32 if self.is_exact else tokens.dtype
+        exact = tokens.to(dtype)
+        own = torch.nn.functional.linear(exact, self.weight.to(dtype)).sigmoid()
         scores = own + self.bias
         if self.groups > 1:
             scores = scores.view(len(tokens), self.groups, -1)
@@ -156,7 +161,7 @@ class _GroupedGate(_Router):
             total, of_all = weights.sum(-1, keepdim=True) + 1e-20, own.sum(-1, keepdim=True) + 1e-20
             weights, own = weights / total, own / of_all
         weights = weights * self.factor
-        if not self.is_released:
+        if self.is_exact and not self.is_released:
             weights, own = weights.to(tokens.dtype), own.to(tokens.dtype)
         self.rows_of_experts(chosen, is_token)
         return weights, chosen

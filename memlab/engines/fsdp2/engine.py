@@ -38,7 +38,11 @@ from memlab.meter.labels import Labels
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.step_record import StepRecord
 
-_NAMES = {"model.embed_tokens": "embedding", "model.norm": "decoder.final_layernorm", "lm_head": "output_layer"}
+_NAMES = {
+    "model.embed_tokens": "embedding",
+    **dict.fromkeys(("model.norm", "model.final_layernorm"), "decoder.final_layernorm"),
+    "lm_head": "output_layer",
+}
 """What memlab calls transformers' modules outside the layers."""
 
 

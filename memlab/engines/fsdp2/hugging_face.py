@@ -54,6 +54,8 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
             "moe_intermediate_size": sizes.moe_ffn_hidden_size,
             "norm_topk_prob": not sizes.moe_router_pre_softmax,
         }
+    if sizes.moe_router_num_groups:
+        experts = _of_grouped_experts(sizes)
     if sizes.multi_latent_attention:
         channels = {}
         experts = _of_latent_attention(sizes) | _of_grouped_experts(sizes)
@@ -71,13 +73,16 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         "rope_theta": sizes.rotary_base,
         "partial_rotary_factor": sizes.rotary_percent,
     }
-    if sizes.sandwich_norms:
+    if family.window_pattern:
         pattern, tokens = sizes.window_attn_skip_freq, sizes.window_size
         assert isinstance(pattern, tuple) and tokens is not None, "Gemma's config.json has both"
         kinds = ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
         window = {"sliding_window": tokens[0] + 1, "layer_types": kinds[:num_layers]}
     if sizes.family == "gemma3_text":  # the base of layers with windows is transformers' default
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
+    switches = {family.qk_norm_field: sizes.qk_layernorm}
+    if not sizes.add_bias_linear:
+        switches[family.qkv_bias_field] = sizes.add_qkv_bias
     return AutoConfig.for_model(
         sizes.family,
         vocab_size=sizes.vocab_size,
@@ -87,16 +92,17 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         num_attention_heads=sizes.num_attention_heads,
         num_key_value_heads=sizes.num_query_groups,
         max_position_embeddings=longest_sequence,
-        rms_norm_eps=sizes.layernorm_epsilon,
+        **{family.epsilon: sizes.layernorm_epsilon},
         tie_word_embeddings=sizes.share_embeddings_and_output_weights,
         rope_parameters=rope,
-        attention_dropout=0.0,
+        # Torch's and flash-attn's kernels keep as much with dropout, and those of a CPU have none.
+        **{**family.dropout, "attention_dropout": 0.0},
         use_cache=False,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
         **channels,
         **window,
         **experts,
-        **({family.qkv_bias_field: sizes.add_qkv_bias} if family.has_qkv_bias else {}),
+        **{name: value for name, value in switches.items() if name},
     )
 
 

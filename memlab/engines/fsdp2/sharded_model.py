@@ -230,10 +230,16 @@ class ShardedModel:
         return module
 
     def _to_device(self) -> None:
-        """Allocates the rank's shards and the buffers where they are kept, each in a storage of its own."""
+        """Allocates the rank's shards and the buffers where they are kept, each in a storage of its own.
+
+        In the order of ``torch.nn.Module.to_empty``, which gives a tied matrix memory in each module that has it and
+        then drops the former one.
+        """
         place = _on_pinned_host if self.is_on_host else on_device
+        of_parameter = {each.sharded_param: each for each in self.sharded()}
+        tensors = chain.from_iterable(module.parameters(recurse=False) for module in self.module.modules())
         with keeping("parameters"):
-            for each in self.sharded():
+            for each in (of_parameter[tensor] for tensor in tensors if tensor in of_parameter):
                 each.device = torch.device("cuda")  # where it is gathered
                 padded = place(each._sharded_param_data)
                 each._sharded_param_data = padded
@@ -245,6 +251,7 @@ class ShardedModel:
             for module in self.module.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, on_device(buffer))
+        torch.cuda.empty_cache()  # as the measured jobs do before their first step
 
 
 def _present(modules: Iterable[Any]) -> list[Any]:

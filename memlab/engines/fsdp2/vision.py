@@ -19,7 +19,10 @@ from torch.overrides import TorchFunctionMode
 from memlab.config.scenario import Scenario
 from memlab.config.vision import VisionTower
 
-COMPUTED_BY_MODEL = ("position_ids", "image_position_ids", "image_interp_indices", "image_interp_weights")
+COMPUTED_BY_MODEL = (
+    *("position_ids", "image_position_ids", "image_interp_indices", "image_interp_weights"),
+    "image_window_index",
+)
 """What transformers computes of the sizes of images, and drops when forward ends, where a prediction has to give it."""
 
 
@@ -29,8 +32,11 @@ def build_with_tower(tower: VisionTower, text: Any, dtype: torch.dtype, attentio
 
     of_text = text.to_dict()
     if tower.model_type == "qwen3_vl":
-        sections = {"mrope_section": _sections(text.head_dim), "mrope_interleaved": True}
+        sections = {"mrope_section": _sections(text.head_dim, 20), "mrope_interleaved": True}
         of_text |= {"model_type": "qwen3_vl_text", "rope_parameters": of_text["rope_parameters"] | sections}
+    if tower.model_type == "qwen2_5_vl":
+        sections = {"mrope_section": _sections(text.hidden_size // text.num_attention_heads, 24)}
+        of_text |= {"model_type": "qwen2_5_vl_text", "rope_parameters": of_text["rope_parameters"] | sections}
     config = AutoConfig.for_model(
         tower.model_type,
         text_config=of_text,
@@ -45,9 +51,14 @@ def build_with_tower(tower: VisionTower, text: Any, dtype: torch.dtype, attentio
     return model
 
 
-def _sections(channels: int) -> list[int]:
-    """Returns how many of a head's angles turn with a place in time, with a row, and with a column."""
-    of_each = channels // 2 * 20 // 64
+def _sections(channels: int, of_128: int) -> list[int]:
+    """Returns how many of a head's angles turn with a place in time, with a row, and with a column.
+
+    Args:
+        channels: Of a head.
+        of_128: How many turn with a row in the published models, whose heads have 128 channels.
+    """
+    of_each = channels // 2 * of_128 // 64
     return [channels // 2 - 2 * of_each, of_each, of_each]
 
 
@@ -97,7 +108,7 @@ def inputs_with_images(scenario: Scenario, tokens: torch.Tensor) -> dict[str, An
         patches = state.patches_per_image or 0
         size: tuple[int, ...] = (images * patches, 3 * 2 * tower.patch_size**2)
         pixels = torch.rand(size, device="cpu", generator=generator)
-        of_grid = _of_grid(tokens, images, patches, is_image)
+        of_grid = _of_grid(tower, tokens, images, patches, is_image)
     else:
         side = tower.patch_size * isqrt(tower.patches_of_image)
         pixels = torch.rand((images, 3, side, side), device="cpu", generator=generator).to(torch.bfloat16)
@@ -107,21 +118,38 @@ def inputs_with_images(scenario: Scenario, tokens: torch.Tensor) -> dict[str, An
     return {name: each.cuda() if isinstance(each, torch.Tensor) else each for name, each in found.items()}
 
 
-def _of_grid(tokens: torch.Tensor, images: int, patches: int, is_image: torch.Tensor) -> dict[str, Any]:
-    """Returns the sizes of images of two rows of patches; where there are no values, also what follows from them."""
+def _of_grid(
+    tower: VisionTower, tokens: torch.Tensor, images: int, patches: int, is_image: torch.Tensor
+) -> dict[str, Any]:
+    """Returns the sizes of images; where there are no values, also what follows from them."""
+    sizes = [[1, *tower.grid_of(patches)]] * images
     if not tokens[:0].cuda().is_meta:
-        grid = torch.tensor([[1, 2, patches // 2]] * images, dtype=torch.int64, device="cpu")
+        grid = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         return {"image_grid_thw": grid, "mm_token_type_ids": is_image}
     places, all_patches = torch.zeros((3, *tokens.shape), dtype=torch.int64, device="cpu"), images * patches
-    return {
-        "image_grid_thw": np.array([[1, 2, patches // 2]] * images),
+    found = {
+        "image_grid_thw": np.array(sizes),
         "mm_token_type_ids": is_image,
         "position_ids": places,
         "image_cu_seqlens": np.arange(images + 1) * patches,
         "image_position_ids": torch.zeros((all_patches, 2), dtype=torch.int64, device="cpu"),
+    }
+    if "window_size" in tower.config:
+        return found | {
+            "image_window_index": torch.zeros(all_patches // tower.patches_of_token, dtype=torch.int64, device="cpu"),
+            "image_cu_window_seqlens": np.cumsum([0, *_windows_of(tower, patches) * images]),
+        }
+    return found | {
         "image_interp_indices": torch.zeros((all_patches, 4), dtype=torch.int64, device="cpu"),
         "image_interp_weights": torch.zeros((all_patches, 4), device="cpu"),
     }
+
+
+def _windows_of(tower: VisionTower, patches: int) -> list[int]:
+    """Returns the patches of each window of an image, row by row (``get_vision_window_index`` of transformers)."""
+    side = tower.config["window_size"] // tower.patch_size
+    rows, columns = ([min(side, size - first) for first in range(0, size, side)] for size in tower.grid_of(patches))
+    return [row * column for row in rows for column in columns]
 
 
 def seen_with_images(is_image: torch.Tensor, window: int | None) -> torch.Tensor:

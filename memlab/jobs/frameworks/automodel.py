@@ -16,7 +16,7 @@ from memlab.config.pipeline_layout import FIELD
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.automodel_experts import take_experts
-from memlab.jobs.frameworks.automodel_images import IMAGES, RECIPE, drop_images, has_tower, take_tower
+from memlab.jobs.frameworks.automodel_images import IMAGES, RECIPE, has_tower, take_tower
 from memlab.jobs.frameworks.automodel_pipeline import (
     composed_of_pipeline,
     layout_of_parts,
@@ -61,12 +61,14 @@ from memlab.jobs.frameworks.keys import (
 )
 from memlab.jobs.frameworks.lines import yaml_lines
 from memlab.jobs.frameworks.megatron_lm import named
+from memlab.jobs.frameworks.towers import drop_images
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _RECIPES = ("TrainFinetuneRecipeForNextTokenPrediction", "BenchmarkingRecipeForNextTokenPrediction")
 _CAUSAL = "NeMoAutoModelForCausalLM"
 _POLICY = "distributed.mp_policy"
 _CHECKPOINTING = "distributed.activation_checkpointing"
+_ATTENTION = "model.attn_implementation"
 _NORM = "torch_fp32"
 """The kind of norms that Automodel's own classes have by default: compiled, and computed in fp32."""
 _LONGEST = ("dataset.seq_length", "dataset.seq_len", "dataloader.collate_fn.max_length")
@@ -195,7 +197,7 @@ FRAMEWORK_MISSING = (
     Missing("loss_fn.fp32_upcast", "less", _WHOLE_LOGITS, lambda value: value is False),
     Missing("loss_fn.logit_softcapping", "more", "capped logits, and what their backward needs", is_given),
     Missing("model.output_hidden_states", "more", "the hidden states of all layers stay until backward ends"),
-    Missing("model.attn_implementation", "more", "attention keeps the scores of all heads",
+    Missing(_ATTENTION, "more", "attention keeps the scores of all heads",
             lambda value: value == "eager"),
     Missing(f"{_POLICY}.output_dtype", "more", "each layer returns its hidden states in fp32",
             lambda value: "32" in str(value)),
@@ -452,6 +454,9 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
     take_chunks(reading, architecture)
     if is_of_transformers or not _has_own_class(architecture):
         check_family(reading, architecture)
+        if reading.get(_ATTENTION) == "eager" and not FAMILIES[architecture.family].dropout.get("attention_dropout"):
+            reading.take(_ATTENTION, "attn_implementation", "eager")
+            reading.not_modelled = [one for one in reading.not_modelled if one.key != _ATTENTION]
         if reading.get("model.use_liger_kernel", default=True):
             reading.miss("model.use_liger_kernel", "less", "where it is installed, Liger's norms and MLPs keep less")
         return
@@ -489,8 +494,7 @@ def _take_own_classes(reading: Reading, architecture: Architecture) -> None:
 
 
 def _has_own_class(architecture: Architecture) -> bool:
-    family = FAMILIES[architecture.family]
-    return family.automodel or bool(family.lacks_of_automodel)
+    return FAMILIES[architecture.family].automodel
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:

@@ -59,7 +59,8 @@ def take_experts(reading: Reading, model: Architecture) -> None:
         reading.take(f"{_BACKEND}.fake_balanced_gate", "fake_balanced_gate", True)
         if reading.get(f"{_BACKEND}.fake_gate_noise", default=0):
             reading.miss(f"{_BACKEND}.fake_gate_noise", "either", "tokens choose experts by random scores")
-    precision, is_exact = reading.get(f"{_BACKEND}.gate_precision"), model.multi_latent_attention
+    precision = reading.get(f"{_BACKEND}.gate_precision")
+    is_exact = model.multi_latent_attention and not FAMILIES[model.family].weighs_after
     if precision is not None and ("32" in str(precision)) != is_exact:
         effect: Effect = "less" if is_exact else "more"
         reading.miss(f"{_BACKEND}.gate_precision", effect, "the router multiplies in this type")
@@ -78,9 +79,8 @@ def _refuse(reading: Reading, model: Architecture) -> None:
         "latent attention that is not Transformer Engine's": model.multi_latent_attention and not of_te,
         "sinks in attention that is not Transformer Engine's": model.softmax_type == "learnable" and not of_te,
         "the release's biases": model.add_bias_linear and reading.version == "0.7.0",
+        "the release's weights of a router": FAMILIES[model.family].weighs_after and reading.version == "0.7.0",
     }
-    if lacks := FAMILIES[model.family].lacks_of_automodel:
-        both[lacks] = True
     for what, is_on in both.items():
         if is_on:
             reading.lacks.append(f"Automodel's own experts beside {what}")

@@ -62,9 +62,11 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rows,
     take_sequences,
 )
+from memlab.jobs.frameworks.towers import OF_IMAGES, ask_for_images, ask_for_size, drop_images, is_of_tower, put_tower
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _DTENSOR = "policy.dtensor_cfg"
+_AUTOMODEL = f"{_DTENSOR}.automodel_kwargs"
 _MEGATRON = "policy.megatron_cfg."
 _PACKING = "policy.sequence_packing.enabled"
 _OF_METHODS = (
@@ -110,6 +112,7 @@ KEYS = (
     Key("policy.optimizer.name", "optimizer", TEXT, "torch.optim.AdamW"),
     Key("policy.optimizer.kwargs.foreach", "is_foreach", FOREACH),
     Key("policy.optimizer.kwargs.fused", "is_fused", SWITCH),
+    *OF_IMAGES,
 )
 FRAMEWORK_MISSING = (
     *(row for row in NEMO_RL.missing if row.name.startswith((*_MISSING_OF_METHODS, "policy.generation."))),
@@ -121,14 +124,11 @@ FRAMEWORK_MISSING = (
         "the teacher's passes run between the steps, in processes of its own",
         is_given,
     ),
-    Missing(f"{_DTENSOR}.automodel_kwargs.use_liger_kernel", "less", "Liger's norms and MLPs keep less"),
-    *(
-        Missing(f"{_DTENSOR}.automodel_kwargs.freeze_config.freeze_{part}", "less", FROZEN)
-        for part in PARTS_OF_AUTOMODEL
-    ),
+    Missing(f"{_AUTOMODEL}.use_liger_kernel", "less", "Liger's norms and MLPs keep less"),
+    *(Missing(f"{_AUTOMODEL}.freeze_config.freeze_{part}", "less", FROZEN) for part in PARTS_OF_AUTOMODEL),
     Missing("policy.logprob_chunk_size", "less", "log-probabilities are computed in chunks of tokens", is_given),
 )
-_OF_CLASSES = (f"{_DTENSOR}.automodel_kwargs.backend.", f"{_DTENSOR}.moe_parallelizer.")
+_OF_CLASSES = (f"{_AUTOMODEL}.backend.", f"{_DTENSOR}.moe_parallelizer.")
 _READ_BY_CLASSES = (
     *("attn", "linear", "rms_norm", "rope_fusion", "rope", "experts", "dispatcher", "dispatcher_num_sms"),
     *("enable_deepep", "gate_precision", "enable_fsdp_optimizations"),
@@ -153,6 +153,10 @@ def complete(reading: Reading) -> None:
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
     generates = has_engine(sections)
     del values["is_dtensor"]
+    if is_of_tower(reading):
+        _take_tower(reading, generates=generates)
+    else:
+        drop_images(reading)
     if every := reading.get(key := f"{_DTENSOR}.clear_cache_every_n_steps"):
         reading.warnings.append(
             f"{key} {every}: torch gives its cached memory back to CUDA before each of so many micro-batches, so that "
@@ -198,6 +202,29 @@ def complete(reading: Reading) -> None:
     _take_rows(reading, longest, pairs=bool(sections & PAIRS) and not generates)
 
 
+def _take_tower(reading: Reading, *, generates: bool) -> None:
+    """Takes the tower of a model that is built as a whole, and trained unless a section freezes it.
+
+    Version 2 builds ``NeMoAutoModelForImageTextToText`` (nemo_rl/models/automodel/setup.py); version 1 shards and
+    checkpoints the layers of towers by rules of its own.
+    """
+    values, freezes = reading.values, f"{_AUTOMODEL}.freeze_config"
+    if not values["is_version_2"]:
+        block(reading, f"{_DTENSOR}._v2", "a vision tower in version 1 of the policy", of="model")
+    if videos := [key for key in reading.entries.by_key if key.startswith("policy.tokenizer.video.")]:
+        block(reading, videos[0], "videos in place of images", of="model")
+    model = reading.values["architecture"]
+    tower = put_tower(reading)
+    has_section = any(key.startswith(f"{freezes}.") for key in reading.entries.by_key)
+    key = f"{freezes}.freeze_vision_tower"
+    reading.take(key, "freeze_vision_tower", values["has_adapters"] or bool(reading.get(key, default=has_section)))
+    reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+    if generates:
+        reading.miss("policy.model_name", "more", f"the weight sync sends the tower of {model} too")
+    ask_for_images(reading)
+    ask_for_size(reading, tower)
+
+
 def _take_groups(reading: Reading) -> None:
     """Takes the ranks that share matrices or sequences, as Automodel's plans have it, which version 1 copies."""
     values = reading.values
@@ -236,7 +263,7 @@ def _take_optimizer(reading: Reading) -> None:
     trains_all = not values.pop("has_adapters")
     take_automodel_adapters(reading, f"{_DTENSOR}.lora_cfg", is_on=not trains_all)
     if not values["fsdp_cpu_offload"]:
-        trains_all = trains_all and not freezes_language(reading, f"{_DTENSOR}.automodel_kwargs.freeze_config")
+        trains_all = trains_all and not freezes_language(reading, f"{_AUTOMODEL}.freeze_config")
         take_kept(reading, trains_all=trains_all, is_torch_adam=is_adam)
 
 
@@ -270,7 +297,7 @@ def _take_rows(reading: Reading, longest: int, *, pairs: bool) -> None:
 
 def _take_own_attention(reading: Reading) -> None:
     """Takes the function of attention that a job names (nemo_rl/models/automodel/setup.py, version 2 alone)."""
-    key = f"{_DTENSOR}.automodel_kwargs.attn_implementation"
+    key = f"{_AUTOMODEL}.attn_implementation"
     own = reading.get(key) if reading.get(f"{_DTENSOR}._v2") else None
     if own in ("sdpa", "eager") or (own == FLASH and reading.values["dtype"] == "bf16"):
         reading.take(key, "attn_implementation", own)
@@ -285,7 +312,7 @@ def complete_of_model(reading: Reading, architecture: Architecture) -> None:
         ValueError: If not.
     """
     check_family(reading, architecture)
-    is_transformers_own = reading.get(f"{_DTENSOR}.automodel_kwargs.force_hf") is True
+    is_transformers_own = reading.get(f"{_AUTOMODEL}.force_hf") is True
     if architecture.routes and not is_transformers_own and reading.get(f"{_DTENSOR}._v2"):
         reading.lacks.append("Automodel's own experts")
         raise ValueError(
