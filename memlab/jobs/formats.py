@@ -396,8 +396,13 @@ def _without_own_arguments(command: Command, warnings: list[str]) -> list[tuple[
     return [(word, line) for word, line in command.words[1:] if not isinstance(word, OwnArguments)]
 
 
-def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Framework, entries: Entries) -> None:
-    """Takes the keys of the configuration that a command names from the script's folder or from one above it."""
+def _take_configuration(
+    words: list[tuple[str, int]], path: Path, framework: Framework, entries: Entries, program: Entry | None
+) -> None:
+    """Takes the keys of the configuration that a command names from the script's folder or from one above it.
+
+    Without ``--config-path``, Hydra looks in the folder that the source of the job's own program names.
+    """
     flags = Entries()
     read_flags([one for one in words if one[0].startswith("--") or not re.match("[+~]|[^=]*=", one[0])], flags)
     for key in ("config", "config_path", "config_name"):
@@ -411,7 +416,11 @@ def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Fra
             entries.by_key[key] = entry
         if base.stem in framework.configurations:
             continue
-        base = next((one for one in (base, *(up / name for up in path.absolute().parents)) if _is_file(one)), base)
+        others = [up / name for up in path.absolute().parents]
+        if key == "config_name" and "config_path" not in flags.by_key:
+            named = _named_for_hydra(program, path, framework)
+            others += [named[0] / base.name] if named is not None else []
+        base = next((one for one in (base, *others) if _is_file(one)), base)
         if entry.is_unknown or not _is_file(base):
             entries.warnings.append(
                 f"{entry.place}: the configuration{'' if entry.is_unknown else f' {shortened(name)}'} is not beside "
@@ -426,15 +435,15 @@ def _take_configuration(words: list[tuple[str, int]], path: Path, framework: Fra
 
 def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framework, entries: Entries) -> None:
     """Takes the overrides of a command over what they override: a configuration or a recipe that it names."""
-    _take_configuration(words, path, framework, entries)
-    if framework.name == "bridge":
-        read_recipe(words, path, entries)
     programs = (
         Entry("", word, line)
         for (flag, _), (word, line) in pairwise([("", 0), *words])
         if flag == "-m" or (word.endswith(".py") and "=" not in word)
     )
     program = next(programs, None)
+    _take_configuration(words, path, framework, entries, program)
+    if framework.name == "bridge":
+        read_recipe(words, path, entries)
     if not any(word.startswith("--config") for word, _ in words):
         entries.program = program
         _take_configuration_of_program(path, framework, entries)
@@ -446,25 +455,30 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
 
 
 def _take_configuration_of_program(path: Path, framework: Framework, entries: Entries) -> None:
-    """Takes the configuration that the source of a job's own program names for Hydra, where both lie near the script.
-
-    Nothing is executed: the decorator ``hydra.main`` is found in the text.
-    """
-    if entries.program is None or not framework.knows("config_name"):
+    """Takes the configuration that the source of a job's own program names, where both lie near the script."""
+    named = _named_for_hydra(entries.program, path, framework)
+    if entries.program is None or named is None:
         return
-    name = str(entries.program.value)
-    source = None if name.startswith(f"{framework.name}.") else _source_of(name, path)
-    found = None if source is None else _HYDRA_MAIN.search(_text(source)[0])
-    if source is None or found is None:
-        return
-    entries.add("config_name", found[2], entries.program.line)
-    base = (source.parent / found[1] / found[2]).with_suffix(".yaml")
-    if found[2] in framework.configurations or not _is_file(base):
+    entries.add("config_name", named[1], entries.program.line)
+    base = named[0].joinpath(named[1]).with_suffix(".yaml")
+    if named[1] in framework.configurations or not _is_file(base):
         return
     own = _with_defaults(read_yaml(_text(base)[0], base.name), base, []).of_file(base.name)
     entries.merge(own)
     names = [f"the defaults {shortened(name)} are not beside" for name in framework.configurations]
     entries.warnings += [one for one in own.warnings if not any(name in one for name in names)]
+
+
+def _named_for_hydra(program: Entry | None, path: Path, framework: Framework) -> tuple[Path, str] | None:
+    """Returns the folder and the name of the configuration in the source of a job's own program, if it lies near.
+
+    Nothing is executed: the decorator ``hydra.main`` is found in the text.
+    """
+    if program is None or not framework.knows("config_name") or str(program.value).startswith(f"{framework.name}."):
+        return None
+    source = _source_of(str(program.value), path)
+    found = None if source is None else _HYDRA_MAIN.search(_text(source)[0])
+    return None if source is None or found is None else (source.parent / found[1], found[2])
 
 
 def _source_of(program: str, path: Path) -> Path | None:

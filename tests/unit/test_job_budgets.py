@@ -221,6 +221,65 @@ def test_the_configuration_that_a_program_of_the_job_s_own_names_is_read(
     assert [told in one for one in job.warnings if "no program of verl's own" in one] == [True]
 
 
+@pytest.mark.parametrize(("program", "is_found"), [("prime.main_prime", True), ("other.main_other", False)])
+def test_a_configuration_that_a_command_names_lies_where_its_program_says(
+    program: str, is_found: bool, tmp_path: Path
+) -> None:
+    """Hydra looks in the folder that the decorator names, unless ``--config-path`` gives another."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "main_prime.py").write_text(_DECORATOR.format("prime_trainer"))
+    (tmp_path / "config" / "small.yaml").write_text("actor_rollout_ref: {actor: {entropy_coeff: 0.001}}\n")
+    command = _VERL.format("dp").replace("verl.trainer.main_ppo", f"{program.split('.')[1]} --config-name small")
+    (tmp_path / "run.sh").write_text(command)
+    job = Job.read(tmp_path / "run.sh")
+    assert any(one.key.endswith("entropy_coeff") for one in job.not_modelled) is is_found
+    assert any("is not beside the script" in one for one in job.warnings) is not is_found
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+@pytest.mark.parametrize(
+    ("section", "keys", "is_said"),
+    [
+        ("rollout", "", True),
+        ("rollout", "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True", False),
+        ("ref", "actor_rollout_ref.actor.use_kl_loss=True", True),
+        ("ref", "", False),
+    ],
+)
+def test_rows_of_all_ranks_of_a_pass_without_backward_are_said(
+    engine: str, section: str, keys: str, is_said: bool, tmp_path: Path
+) -> None:
+    key = f"actor_rollout_ref.{section}.log_prob_micro_batch_size"
+    rows = "actor_rollout_ref.actor.use_dynamic_bsz=False actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
+    (tmp_path / "run.sh").write_text(f"{_VERL.format(engine)} {rows} {keys} {key}=64")
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    assert (key in {one.key for one in job.not_modelled}) is is_said
+    assert (key in job.without_effect) is not is_said
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+@pytest.mark.parametrize(
+    ("prompts", "is_dynamic", "program", "stops", "is_told"),
+    [
+        (8, False, "verl.trainer.main_ppo", True, False),
+        (8, False, "recipe.atropos.main_atropos", False, True),
+        (16, False, "verl.trainer.main_ppo", False, False),
+        (8, True, "verl.trainer.main_ppo", False, False),
+        (0, False, "verl.trainer.main_ppo", False, False),
+    ],
+)
+def test_a_mini_batch_of_verl_has_no_more_prompts_than_a_step(
+    engine: str, prompts: int, is_dynamic: bool, program: str, stops: bool, is_told: bool, tmp_path: Path
+) -> None:
+    """``ActorConfig.validate`` (verl/workers/config/actor.py); 0 are those of fully asynchronous jobs."""
+    command = _VERL.format(engine).replace("verl.trainer.main_ppo", program)
+    keys = f"data.train_batch_size={prompts} actor_rollout_ref.actor.ppo_mini_batch_size=16"
+    (tmp_path / "run.sh").write_text(f"{command} {keys} actor_rollout_ref.actor.use_dynamic_bsz={is_dynamic}")
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    assert ("more than the 8 prompts" in str(job.cannot_start)) is stops
+    assert any("more than the 8 prompts" in one for one in job.warnings) is is_told
+
+
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 @pytest.mark.parametrize(
     ("keys", "is_colocated", "is_told"),

@@ -103,10 +103,12 @@ KEYS = (
 )
 
 
+_OF_ALL_RANKS = "it counts the sequences of all ranks and is deprecated: memlab takes {}_per_gpu, or 1"
+
+
 def rows_of_all_ranks(section: str) -> Missing:
     """Returns a deprecated key of the actor's section, or of the critic's."""
-    reason = "it counts the sequences of all ranks and is deprecated: memlab takes ppo_micro_batch_size_per_gpu, or 1"
-    return Missing(f"{section}.ppo_micro_batch_size", "either", reason)
+    return Missing(f"{section}.ppo_micro_batch_size", "either", _OF_ALL_RANKS.format("ppo_micro_batch_size"))
 
 
 FRAMEWORK_MISSING = (
@@ -273,12 +275,15 @@ def rows_of_passes(
     actor's where these are not given.
     """
     values, passes = reading.values, []
-    for model in ("policy", "reference"):
+    for model, section in (("policy", _ROLLOUT), ("reference", "actor_rollout_ref.ref")):
         own, rows = values.pop(f"{model}_tokens", None) or tokens, values.pop(f"{model}_rows", None) or 1
         if values.pop(f"{model}_is_dynamic", is_dynamic):
             passes.append((own * (values.get("context_parallel_size") or 1), 1))
         else:
             passes.append((longest * rows, 1) if removes_padding else (longest, rows))
+            key = f"{section}.log_prob_micro_batch_size"
+            if reading.get(key) is not None and (model == "policy" or compares(reading)):
+                reading.miss(key, "either", _OF_ALL_RANKS.format("log_prob_micro_batch_size"))
     return passes
 
 
@@ -356,11 +361,31 @@ def check_sequences(reading: Reading) -> None:
     """Checks ``prepare_micro_batches`` in verl/workers/engine/utils.py (0.9.1 and 1dda039b).
 
     Raises:
-        CannotStartError: If a step's sequences of a copy of the model are no multiple of a micro-batch.
+        CannotStartError: If a step's sequences of a copy of the model are no multiple of a micro-batch, or
+            a mini-batch has more prompts than a step.
     """
     if not reading.get(f"{_ACTOR}.use_dynamic_bsz"):
         keys = {f"{_ACTOR}.ppo_mini_batch_size": 256, f"{_ROLLOUT}.n": 1}
         check_batches(reading, keys, (f"{_ACTOR}.ppo_micro_batch_size_per_gpu", 1), "verl")
+        _check_prompts(reading)
+
+
+def _check_prompts(reading: Reading) -> None:
+    """Checks ``ActorConfig.validate`` in verl/workers/config/actor.py (0.9.1 and 1dda039b).
+
+    A job's own program need not call it, and a job whose rollout and training are apart gives 0 prompts.
+    """
+    prompts, key = reading.get("data.train_batch_size", 1024), f"{_ACTOR}.ppo_mini_batch_size"
+    mini_batch, program = reading.get(key, 256), reading.entries.program
+    if not isinstance(prompts, int) or not isinstance(mini_batch, int) or not 0 < prompts < mini_batch:
+        return
+    broken = f"{key} is {mini_batch}, more than the {prompts} prompts of data.train_batch_size"
+    if program is None or str(program.value).startswith("verl."):
+        raise CannotStartError(f"{broken}, which verl refuses: change one of them")
+    reading.warnings.append(
+        f"{broken}, which verl refuses if {program.value} lets it check the job: a step may have fewer micro-batches "
+        "than memlab says, of the same size"
+    )
 
 
 def _check_entropy(reading: Reading) -> None:
