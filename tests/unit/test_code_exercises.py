@@ -426,6 +426,9 @@ WRONG_SYNCS = {
     "a text": (SYNC.replace("return load_seconds, offload_seconds", "return 'fast', 'fast'"), "must return two numbers"),
     "two hand overs": (SYNC.replace("trainer.hand_over()\n", "trainer.hand_over()\ntrainer.hand_over()\n"), "hand_over twice"),
     "not a number": (SYNC.replace("return load_seconds,", "return float('nan'),"), "the load took nan s"),
+    "torch's own wait": (
+        "raise AssertionError('Torch not compiled with CUDA enabled')", "enabled. Hint: wait with trainer.synchronize()",
+    ),
     "a name that does not exist": ("trainer.reload()", "AttributeError: 'Trainer' object has no attribute 'reload'"),
 }  # fmt: skip
 
