@@ -251,7 +251,10 @@ def test_a_program_of_verl_that_trains_nothing_is_refused(engine: str, program: 
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 @pytest.mark.parametrize(
     ("words", "told"),
-    [("", "memlab takes verl's defaults"), ("--config-name=dapo_trainer ", "looks only at its configuration, dapo_trainer")],
+    [
+        ("", "memlab takes verl's defaults"),
+        ("--config-name=dapo_trainer ", "looks only at its configuration, dapo_trainer"),
+    ],
 )
 def test_a_program_that_is_not_verl_s_own_may_have_other_defaults(
     engine: str, words: str, told: str, tmp_path: Path

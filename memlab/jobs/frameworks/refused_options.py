@@ -46,8 +46,8 @@ def _leaves_type_open(job: Reading) -> bool:
 
 
 def _needs_type(name: str, *needed: str) -> _Rule:
-    breaks, *told = _needs(name, *needed)
-    return (lambda job: breaks(job) and not _leaves_type_open(job), *told)
+    breaks, what, advice, field = _needs(name, *needed)
+    return (lambda job: breaks(job) and not _leaves_type_open(job), what, advice, field)
 
 
 def _excludes(name: str, other: str) -> _Rule:
