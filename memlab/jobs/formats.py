@@ -118,10 +118,8 @@ def _of_script(
 ) -> tuple[str, Entries]:
     of_slurm = nodes_of(text)
     script = read_script(text, path, of_slurm | variables, arguments=arguments, is_job=is_job)
-    own = None if format_name is not None or is_started else _job_that_is_started(script, path, variables)
-    if own is not None:
-        return own
-    found, entries = _script_format(script, path, format_name)
+    own = None if format_name is not None or is_started else _job_that_is_started(script, path, of_slurm | variables)
+    found, entries = own or _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
         take_ranks(text, entries)
     note_nodes(of_slurm, entries)
@@ -370,7 +368,7 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
         return None
     found: list[tuple[Path, Command, list[str]]] = []
     for command in script.commands:
-        name, *given = (word for word, _ in command.words if not isinstance(word, OwnArguments))
+        name, *given = [word for word, _ in command.words if not isinstance(word, OwnArguments)] or [""]
         if name.rpartition("/")[2] in ("bash", "sh") and given:
             name, *given = given
         folders = (path.parent, *path.absolute().parents) if name.endswith(".sh") and UNKNOWN not in name else ()
@@ -382,6 +380,7 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
     file, command, given = found[0]
     name, entries = _read_text(file, variables | command.variables, None, given, is_started=True)
     entries.warnings.append(f"line {command.line}: the script starts {file.name}, and memlab reads the job of that one")
+    _without_own_arguments(command, entries.warnings)
     return name, entries
 
 
@@ -419,7 +418,7 @@ def _take_configuration(
         others = [up / name for up in path.absolute().parents]
         if key == "config_name" and "config_path" not in flags.by_key:
             named = _named_for_hydra(program, path, framework)
-            others += [named[0] / base.name] if named is not None else []
+            others += [named[0].parent / named[1] / base.name] if named is not None else []
         base = next((one for one in (base, *others) if _is_file(one)), base)
         if entry.is_unknown or not _is_file(base):
             entries.warnings.append(
@@ -459,9 +458,17 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
     named = _named_for_hydra(entries.program, path, framework)
     if entries.program is None or named is None:
         return
-    entries.add("config_name", named[1], entries.program.line)
-    base = named[0].joinpath(named[1]).with_suffix(".yaml")
-    if named[1] in framework.configurations or not _is_file(base):
+    source, folder, name = named
+    entries.add("config_name", name, entries.program.line)
+    base = (source.parent / folder / name).with_suffix(".yaml")
+    if name in framework.configurations:
+        return
+    if not _is_file(base):
+        entries.warnings.append(
+            f"{entries.program.place}: the configuration {name}, which {source.name} names, is not in its folder "
+            f"{shortened(folder)}, so memlab takes the framework's own defaults: put it there, or give its keys with "
+            "--set"
+        )
         return
     own = _with_defaults(read_yaml(_text(base)[0], base.name), base, []).of_file(base.name)
     entries.merge(own)
@@ -469,8 +476,8 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
     entries.warnings += [one for one in own.warnings if not any(name in one for name in names)]
 
 
-def _named_for_hydra(program: Entry | None, path: Path, framework: Framework) -> tuple[Path, str] | None:
-    """Returns the folder and the name of the configuration in the source of a job's own program, if it lies near.
+def _named_for_hydra(program: Entry | None, path: Path, framework: Framework) -> tuple[Path, str, str] | None:
+    """Returns the source of a job's own program, if it lies near, and its configuration's folder and name.
 
     Nothing is executed: the decorator ``hydra.main`` is found in the text.
     """
@@ -478,7 +485,7 @@ def _named_for_hydra(program: Entry | None, path: Path, framework: Framework) ->
         return None
     source = _source_of(str(program.value), path)
     found = None if source is None else _HYDRA_MAIN.search(_text(source)[0])
-    return None if source is None or found is None else (source.parent / found[1], found[2])
+    return None if source is None or found is None else (source, found[1], found[2])
 
 
 def _source_of(program: str, path: Path) -> Path | None:
