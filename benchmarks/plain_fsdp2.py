@@ -321,6 +321,7 @@ def _latest_jobs() -> list[Job]:
         replace(seed, num_layers=6, seq_length=8192, checkpointing=True, fp32_sharded_params=True),
         replace(phi, num_layers=32, seq_length=2048, micro_batch_size=4, adam_implementation="fused"),
         *_masked_jobs(),
+        *_jobs_of_partly_resharded_layers(),
     ]
 
 
@@ -347,6 +348,20 @@ def _masked_jobs() -> list[Job]:
         replace(llama, model="olmo-2-1b", seq_length=6144, micro_batch_size=2, selective_ac=True),
         replace(llama, model="granite-3.3-2b", seq_length=6144, packed_sequences=4, **fully),
         replace(qwen, num_layers=3, **fully, **one),
+    ]
+
+
+def _jobs_of_partly_resharded_layers() -> list[Job]:
+    """Returns jobs whose layers are resharded to fewer ranks after forward."""
+    llama = Job(model="llama-3.1-8b", num_layers=8, num_ranks=8, one_process=True, reshard_after_forward_ranks=2)
+    phi, qwen = replace(llama, model="phi-4"), replace(llama, model="qwen3-8b", reshard_after_forward_ranks=4)
+    return [
+        phi,
+        replace(llama, seq_length=4096, checkpointing=True, reshard_after_forward_ranks=4),
+        replace(qwen, fp32_sharded_params=True, adam_implementation="fused"),
+        replace(qwen, num_microbatches=3, defer_fsdp_grad_sync=True, reshard_after_forward_ranks=2),
+        replace(phi, seq_length=4096, reshard_after_forward="all", grad_reduce_in_bf16=True),
+        replace(llama, model="qwen3-30b-a3b", num_layers=4, checkpointing=True, fsdp2_forward_prefetch_depth=1),
     ]
 
 

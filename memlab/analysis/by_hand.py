@@ -42,5 +42,6 @@ def bytes_by_hand(model: Architecture, num_layers: int, tokens: int, recompute: 
         "gradients": 4 * num_parameters,
         "optimizer state": 12 * num_parameters,
         "kept by the layers": sum(count * part.kept_bytes(tokens, recompute) for part, count in kinds),
-        "logits": (2 + 4) * model.vocab_size * tokens + 2 * (2 * model.hidden_size * tokens),
+        "logits, outputs of embedding and last norm": (2 + 4) * model.vocab_size * tokens
+        + 2 * (2 * model.hidden_size * tokens),
     }

@@ -485,15 +485,24 @@ class Fsdp2Rules:
                 "which memlab does not have with it: leave it out",
                 "attn_implementation",
             )
-        if self.attention_of_transformers == "eager" and FAMILIES[self.architecture.family].dropout.get(
-            "attention_dropout"
-        ):
-            raise RuleError(
-                f"attn_implementation is 'eager', and {self.architecture.name} drops probabilities of attention, which "
-                "memlab does not have with it: choose sdpa",
-                "attn_implementation",
-            )
+        self._check_dropped_probabilities()
         self._check_mask_in_fp32()
+
+    def _check_dropped_probabilities(self) -> None:
+        """Refuses dropout of attention where whole matrices of probabilities are kept, whose masks memlab lacks."""
+        if not FAMILIES[self.architecture.family].dropout.get("attention_dropout"):
+            return
+        given, remedy, option = "attn_implementation is 'eager'", "choose sdpa", "attn_implementation"
+        if self.attention_of_transformers != "eager":
+            if self.dtype != "fp32":
+                return
+            given, option = "dtype is 'fp32', with which sdpa keeps whole matrices of probabilities", "dtype"
+            remedy = "choose bf16, with fp32_sharded_params for parameters in fp32"
+        raise RuleError(
+            f"{given}, and {self.architecture.name} drops probabilities of attention, which memlab does not have with "
+            f"it: {remedy}",
+            option,
+        )
 
     def _check_mask_in_fp32(self) -> None:
         """Refuses sdpa with a mask in fp32, which cuDNN's kernel does not take: another kernel was not measured."""

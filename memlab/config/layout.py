@@ -454,9 +454,13 @@ class Layout:
             fewer = at_ends + more - stages
             fewest = self.pipeline_model_parallel_size - stages  # one layer for each stage at an end
             choices = f"{fewer} or {at_ends + more}" if fewer >= fewest else f"{at_ends + more}"
+            other = "last" if last is None else "first"
+            action = f"choose, for example, {choices}, or give the {other} stage a number too"
+            if first is not None and last is not None:
+                action = f"choose a sum of, for example, {choices}"
             raise RuleError(
                 f"{given} is {at_ends}, which leaves {rest} of {num_layers} layers to the other {stages} stages, must "
-                f"leave the same number to each of them: choose {'a sum of ' * (' + ' in given)}{choices}",
+                f"leave the same number to each of them: {action}",
                 *_ENDS,
             )
         return [("pipeline_model_parallel_size", stages, "layers", rest)] if stages and not has_ends else []

@@ -8,12 +8,15 @@ import re
 
 import nbformat
 
+from memlab.exercises.checks import CHECKED
 from memlab.regression.suite.notebooks import EXERCISE_TAG, has_tag
 
 _SUMMARY = r"<summary><strong>Answers?</strong> to the (?:exercise|task)"
 """The first lab has tasks, which nothing checks, in place of exercises."""
 _ANSWERS = re.compile(rf"<details>{_SUMMARY}.*?</details>\n*", re.DOTALL)
 _MISSED = "a goal is missed: the line printed above says how; change the answer, and run its cell and this one again"
+_TURN = "## Your turn\n"
+_TWO_CELLS = "Each exercise has two cells: the first is your answer, and the next one checks it. Run both.\n"
 _INSTALL = """\
 import sys
 
@@ -35,8 +38,11 @@ def student_notebook(lab: nbformat.NotebookNode, requirement: str | None) -> nbf
     cells: list[nbformat.NotebookNode] = []
     if requirement is not None:
         cells.append(nbformat.v4.new_code_cell(_INSTALL.format(requirement=requirement), id="install"))
+    has_checks = any(has_tag(cell, EXERCISE_TAG) for cell in notebook.cells)
     for cell in notebook.cells:
         cell.source = _ANSWERS.sub("", cell.source)
+        if has_checks:
+            cell.source = cell.source.replace(_TURN, f"{_TURN}\n{_TWO_CELLS}")
         cells += _graded(cell) if has_tag(cell, EXERCISE_TAG) else [cell] if cell.source.strip() else []
     notebook.cells = cells
     return notebook
@@ -58,7 +64,7 @@ def _graded(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     check = copy.deepcopy(cell)
     cell.source = "\n".join(answer).rstrip()
     # An answer with a syntax error does not run, so the check itself has to forget the answer before it.
-    judged = [f"{name} = None  # the next check needs a new answer" for name in _judged("\n".join(answer), last)]
+    judged = [f'{name} = "{CHECKED}"  # the next check needs a new answer' for name in _judged("\n".join(answer), last)]
     check.source = "\n".join(["assert bool(", *(f"    {line}" for line in goals), f"), {_MISSED!r}", *judged])
     check.id = f"{cell.id}-check"
     for each, is_answer in ((cell, True), (check, False)):

@@ -46,6 +46,10 @@ def check(measured: Any) -> Goals:
             return RefusedCheck(measured.refusal)
         measured = measured.record
     measured = _unwrapped(measured)
+    if isinstance(measured, str) and measured == CHECKED:
+        return NoAnswer(
+            "an answer that was checked already", to_anything="run the answer's cell again before its check"
+        )
     if isinstance(measured, StepRecord):
         return Check(measured)
     if isinstance(measured, ResidencyAudit):
@@ -70,6 +74,9 @@ def check(measured: Any) -> Goals:
     return NoAnswer(subject, to_record=_TO_RECORD.get(type(measured), NoAnswer.to_record))
 
 
+CHECKED = "checked already"
+"""What a check of the course's notebooks makes of an answer, so that the next check needs a new one."""
+
 _TO_RECORD = {
     MemorySettings: "write lab.step(...) around the settings",
     TrainingState: "write lab.step(state=...) around the training state",
@@ -78,11 +85,11 @@ _TO_RECORD = {
 
 
 def _unwrapped(measured: Any) -> Any:
-    """Returns an audit's step with offload, None for functions that a cell has already judged, else what it got."""
+    """Returns an audit's step with offload, `CHECKED` for functions that were checked already, else what it got."""
     if isinstance(measured, OffloadAudit):
         return measured.offloaded
-    is_judged = isinstance(measured, tuple) and set(map(type, measured)) == {type(None)}
-    return None if is_judged else measured
+    is_checked = isinstance(measured, tuple) and CHECKED in [each for each in measured if isinstance(each, str)]
+    return CHECKED if is_checked else measured
 
 
 def _plain(measured: Any) -> list[Any]:

@@ -104,7 +104,8 @@ class CodeCheck(Goals):
             trainer = Trainer(lab, is_offload_param=is_offloaded, slowness=slowness)
             durations, error = _result(sync, trainer)
             if problem := trainer.complaint or error or trainer.wrong_durations(durations):
-                return self.goal(False, f"{case} param_offload: {problem}")
+                hint = "wait with trainer.synchronize()" if "CUDA" in error or "NVIDIA" in error else ""
+                return self.goal(False, f"{case} param_offload: {problem}", hint)
         return self.goal(True, "the sync is in order with and without param_offload, and both durations are true")
 
     def classifies(self, runs: Mapping[str, Sequence[StepRecord]]) -> Self:

@@ -55,10 +55,10 @@ class Check(Goals):
         Args:
             num_bytes: The limit.
             hint: What to look at, in the words of the exercise; by default, the largest part of the peak. If a setting
-                had no effect, the line says why instead.
+                had no effect or works against the goal, the line says why instead.
         """
         now = self._record.peak_allocated_bytes
-        hint = self._no_effect() or hint or self._largest()
+        hint = self._no_effect() or self._keeps_more() or hint or self._largest()
         what = "the peak of the step"
         if isinstance(self._record, JobRecord):
             what = f"the highest peak, that of rank {self._record.worst_rank},"
@@ -71,7 +71,7 @@ class Check(Goals):
             num_bytes: The limit.
             hint: As for `peak_below`.
         """
-        hint = self._no_effect() or self._start_fell() or hint or self._largest()
+        hint = self._no_effect() or self._start_fell() or self._keeps_more() or hint or self._largest()
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, hint)
 
     def fits(self, gpu_memory: str, hint: str = "") -> Self:
@@ -395,6 +395,13 @@ class Check(Goals):
                 return f"recompute of {module} had no effect: {reason}"
         return ""
 
+    def _keeps_more(self) -> str:
+        """Says that recompute of attention's core works against the goal, if it is recomputed as a single module."""
+        settings = self._record.settings
+        if settings.recompute_granularity != "selective" or "core_attn" not in (settings.recompute_modules or ()):
+            return ""
+        return "with fused attention, recompute of core_attn makes a layer keep more (lab 02): leave it out"
+
     def _start_fell(self) -> str:
         """Says why the activation peak rose, if parameters, gradients or optimizer state leave between steps."""
         if not self._record.offloaded_bytes_by_group:
@@ -465,14 +472,17 @@ class Attempt:
                     "memlab, so please report it)"
                 )
         elif isinstance(error, ValueError):
-            self.refusal = f"{error}"
+            is_python_s = "values to unpack" in f"{error}"
+            self.refusal = f"ValueError: {error}: {_TO_UNPACK}" if is_python_s else f"{error}"
         return bool(self.refusal)
 
 
 _TO_LAYOUT = "name its fields, such as tensor_model_parallel_size=4, or write Layout.from_text('TP4')"
 _TO_SETTINGS = "name its fields, such as recompute_granularity='full'"
 _TO_STATE = "name its fields, such as grad_reduce_in_bf16=True"
+_TO_UNPACK = "give as many values as there are names on the left of the '='"
 _TO_PYTHON = {
+    "cannot unpack non-iterable": _TO_UNPACK,
     "MemorySettings.__init__() takes 1 positional": _TO_SETTINGS,
     "Lab.step() takes from 1 to 2 positional": "name what follows the settings, such as state=TrainingState(...)",
     "for |: 'MemorySettings'": "write dataclasses.replace(settings, option=value)",

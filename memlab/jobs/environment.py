@@ -37,7 +37,6 @@ _VARIABLES = (
         ("1",),
     ),
     _Variable("NVTE_*_WORKSPACE_*", "either", "attention's workspace has another size"),
-    _Variable("NVTE_CPU_OFFLOAD_V1", "either", "Transformer Engine offloads activations in another way", ("0",)),
     _Variable("CUDA_MODULE_LOADING", "more", "CUDA loads all kernels at the start, outside torch's memory", ("LAZY",)),
     _Variable("NVSHMEM_SYMMETRIC_SIZE", "more", "NVSHMEM's heap is outside torch's memory"),
     _Variable("NCCL_NVLS_ENABLE", "more", "NVLink multicast's buffers, which memlab's estimate does not have", ("0",)),

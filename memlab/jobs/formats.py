@@ -118,10 +118,8 @@ def _of_script(
 ) -> tuple[str, Entries]:
     of_slurm = nodes_of(text)
     script = read_script(text, path, of_slurm | variables, arguments=arguments, is_job=is_job)
-    own = None if format_name is not None or is_started else _job_that_is_started(script, path, variables)
-    if own is not None:
-        return own
-    found, entries = _script_format(script, path, format_name)
+    own = None if format_name is not None or is_started else _job_that_is_started(script, path, of_slurm | variables)
+    found, entries = own or _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
         take_ranks(text, entries)
     note_nodes(of_slurm, entries)
@@ -370,7 +368,7 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
         return None
     found: list[tuple[Path, Command, list[str]]] = []
     for command in script.commands:
-        name, *given = (word for word, _ in command.words if not isinstance(word, OwnArguments))
+        name, *given = [word for word, _ in command.words if not isinstance(word, OwnArguments)] or [""]
         if name.rpartition("/")[2] in ("bash", "sh") and given:
             name, *given = given
         folders = (path.parent, *path.absolute().parents) if name.endswith(".sh") and UNKNOWN not in name else ()
@@ -382,6 +380,7 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
     file, command, given = found[0]
     name, entries = _read_text(file, variables | command.variables, None, given, is_started=True)
     entries.warnings.append(f"line {command.line}: the script starts {file.name}, and memlab reads the job of that one")
+    _without_own_arguments(command, entries.warnings)
     return name, entries
 
 
@@ -459,7 +458,14 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
         return
     entries.add("config_name", found[2], entries.program.line)
     base = (source.parent / found[1] / found[2]).with_suffix(".yaml")
-    if found[2] in framework.configurations or not _is_file(base):
+    if found[2] in framework.configurations:
+        return
+    if not _is_file(base):
+        entries.warnings.append(
+            f"{entries.program.place}: the configuration {found[2]}, which {source.name} names, is not in its folder "
+            f"{shortened(found[1])}, so memlab takes the framework's own defaults: put it there, or give its keys with "
+            "--set"
+        )
         return
     own = _with_defaults(read_yaml(_text(base)[0], base.name), base, []).of_file(base.name)
     entries.merge(own)

@@ -16,7 +16,7 @@ from memlab.units import GIB, format_bytes
 from memlab.views.figures.palette import CATEGORY_LOOKS
 
 _LIMIT_BYTES = 80 * GIB
-_COLOURS = {"kept by the layers": "activations", "logits": "temporary"}
+_COLOURS = {"kept by the layers": "activations", "logits, outputs of embedding and last norm": "temporary"}
 _WORDS = {"none": "no recompute", "full": "full recompute", "mlp": "recompute mlp", "core_attn": "recompute core_attn"}
 _MOST_TOKENS, _TOKENS_STEP = 32_768, 256
 _LABELS_FIT: dict[str, Any] = {

@@ -14,7 +14,7 @@ import torch
 from memlab import Lab
 from memlab.analysis.diagnosis import diagnose
 from memlab.config.settings import MemorySettings
-from memlab.exercises.checks import check
+from memlab.exercises.checks import CHECKED, check
 from memlab.exercises.curves import unseen_curves
 from memlab.record.transfer import GROUPS
 from tests.unit.builders import record_of, training_step
@@ -426,6 +426,9 @@ WRONG_SYNCS = {
     "a text": (SYNC.replace("return load_seconds, offload_seconds", "return 'fast', 'fast'"), "must return two numbers"),
     "two hand overs": (SYNC.replace("trainer.hand_over()\n", "trainer.hand_over()\ntrainer.hand_over()\n"), "hand_over twice"),
     "not a number": (SYNC.replace("return load_seconds,", "return float('nan'),"), "the load took nan s"),
+    "torch's own wait": (
+        "raise AssertionError('Torch not compiled with CUDA enabled')", "enabled. Hint: wait with trainer.synchronize()",
+    ),
     "a name that does not exist": ("trainer.reload()", "AttributeError: 'Trainer' object has no attribute 'reload'"),
 }  # fmt: skip
 
@@ -692,9 +695,10 @@ def test_one_function_where_two_belong_together_is_named(capsys: pytest.CaptureF
     assert capsys.readouterr().out.endswith("must get two. Hint: write check((release, load)).\n")
 
 
-def test_functions_that_a_cell_has_judged_already_are_asked_for_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not check((None, None)).moves_gradients_of(None)  # type: ignore[arg-type]
-    assert "of the type NoneType, must get a function. Hint: leave the lines with def as " in capsys.readouterr().out
+def test_functions_that_were_checked_already_are_asked_for_again(capsys: pytest.CaptureFixture[str]) -> None:
+    for answer in ((CHECKED, CHECKED), CHECKED):
+        assert not check(answer).moves_gradients_of(None)  # type: ignore[call-overload]
+        assert "checked already, must get a function. Hint: leave the lines with def as " in capsys.readouterr().out
 
 
 def test_a_list_of_buffers_that_is_taken_for_a_buffer_gets_a_hint(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:

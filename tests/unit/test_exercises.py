@@ -348,6 +348,15 @@ def test_a_state_that_the_exercise_forbids_is_named(capsys: pytest.CaptureFixtur
     )
 
 
+def test_recompute_that_raises_the_peak_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for modules, is_named in ((["core_attn"], True), (["moe", "core_attn"], True), (["moe"], False)):
+        settings = MemorySettings(recompute_granularity="selective", recompute_modules=modules)
+        record = with_settings(settings, recomputed_bytes=1)
+        for goal in (check(record).peak_below, check(record).activation_peak_below):
+            assert not goal(1, "recompute more")
+            assert ("makes a layer keep more (lab 02)" in capsys.readouterr().out) is is_named
+
+
 def test_an_answer_that_is_refused_prints_one_line_and_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with Attempt() as answer:
         answer.record = with_settings(MemorySettings(recompute_granularity="half"))
@@ -546,6 +555,10 @@ def test_a_training_state_given_without_its_name_is_told_so(capsys: pytest.Captu
     assert capsys.readouterr().out.endswith(": name what follows the settings, such as state=TrainingState(...)\n")
 
 
+def two_of(values: list[int]) -> None:
+    _first, _last = values
+
+
 GIVEN = {"manual_gc": True}
 
 
@@ -564,6 +577,12 @@ GIVEN = {"manual_gc": True}
         (lambda: Layout("PP4 DP2"), "write Layout.from_text('TP4')"),  # type: ignore[misc]
         (lambda: "TP2".data_parallel_size, "refused: layout is 'TP2', must be Layout(...): "),  # type: ignore[attr-defined]
         (lambda: "TP2".data_parallel_size, "write Layout.from_text('TP4')"),  # type: ignore[attr-defined]
+        (
+            lambda: two_of([1, 2, 2, 3]),
+            "too many values to unpack (expected 2): give as many values as there are names",
+        ),
+        (lambda: two_of([1]), ": give as many values as there are names"),
+        (lambda: two_of(1), ": give as many values as there are names"),  # type: ignore[arg-type]
         (lambda: TrainingState(grad_in_bf16=True), "write grad_reduce_in_bf16=..."),  # type: ignore[call-arg]
         (
             lambda: TrainingState(manual_gc=True, manual_gc_interval=1),  # type: ignore[call-arg]

@@ -151,9 +151,17 @@ def test_backward_of_eager_attention_has_a_temporary_as_large_as_the_scores(monk
     assert peaks[0] - peaks[1] == bytes_of_fp32 * heads * 512 * 512
 
 
-def test_dropout_of_attention_is_refused_with_whole_matrices_of_scores() -> None:
-    with pytest.raises(RuleError, match="drops probabilities of attention"):
-        Scenario.of(tiny("seed-oss-36b"), **SIZES, state=TrainingState(attn_implementation="eager"))
+@pytest.mark.parametrize(
+    ("values", "remedy"),
+    [
+        ({"state": TrainingState(attn_implementation="eager")}, "choose sdpa"),
+        ({"dtype": "fp32"}, "choose bf16"),
+    ],
+)
+def test_dropout_of_attention_is_refused_with_whole_matrices_of_scores(values: dict[str, Any], remedy: str) -> None:
+    """In fp32 with fewer heads of keys than of queries, torch's sdpa has no kernel that keeps less."""
+    with pytest.raises(RuleError, match=f"drops probabilities of attention.*{remedy}"):
+        Scenario.of(tiny("seed-oss-36b"), **SIZES | values)
 
 
 def test_a_layer_whose_parts_share_a_norm_has_one() -> None:

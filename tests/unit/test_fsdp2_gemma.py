@@ -171,3 +171,18 @@ def test_shards_get_memory_in_the_order_of_to_empty(monkeypatch: pytest.MonkeyPa
     expected = [num_bytes for num_bytes in made if num_bytes in sizes]
     assert expected.count(model.lm_head.weight.nbytes) == 2
     assert [num_bytes for num_bytes in taken if num_bytes in sizes][: len(expected)] == expected
+
+
+def test_a_tied_matrix_is_pinned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    scenario = Scenario.of(gemma("gemma3_text"), **SIZES, state=TrainingState(fsdp_cpu_offload=True))
+    pinned, pin = list[int](), CachingMemory.pin
+
+    def noted(memory: Any, allocation: Any, num_bytes: int) -> None:
+        pinned.append(num_bytes)
+        pin(memory, allocation, num_bytes)
+
+    monkeypatch.setattr(CachingMemory, "pin", noted)
+    with Lab(scenario, backend="simulated"):
+        pass
+    model = scenario.architecture
+    assert pinned.count(2 * model.vocab_size * model.hidden_size) == 1

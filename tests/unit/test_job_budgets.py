@@ -199,9 +199,10 @@ _DECORATOR = '@hydra.main(config_path="config", config_name="{}", version_base=N
 @pytest.mark.parametrize(
     ("folder", "name", "entropy", "told"),
     [
-        ("prime", "prime_trainer", 0.001, "memlab takes its configuration, prime_trainer"),
-        ("prime/run", "prime_trainer", 0.001, "memlab takes its configuration, prime_trainer"),
-        ("prime", "ppo_trainer", 0, "memlab takes its configuration, ppo_trainer"),
+        ("prime", "prime_trainer", 0.001, "memlab looks only at its configuration, prime_trainer"),
+        ("prime/run", "prime_trainer", 0.001, "memlab looks only at its configuration, prime_trainer"),
+        ("prime", "lost_trainer", 0, "memlab looks only at its configuration, lost_trainer"),
+        ("prime", "ppo_trainer", 0, "memlab looks only at its configuration, ppo_trainer"),
         ("other", "prime_trainer", 0, "memlab takes verl's defaults for what"),
     ],
 )
@@ -219,6 +220,7 @@ def test_the_configuration_that_a_program_of_the_job_s_own_names_is_read(
     job = Job.read(script)
     assert [one.value for one in job.not_modelled if one.key.endswith("entropy_coeff")] == [entropy] * bool(entropy)
     assert [told in one for one in job.warnings if "no program of verl's own" in one] == [True]
+    assert any("lost_trainer, which main_prime.py names, is not in" in one for one in job.warnings) == ("lost" in name)
 
 
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
@@ -249,7 +251,10 @@ def test_a_program_of_verl_that_trains_nothing_is_refused(engine: str, program: 
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 @pytest.mark.parametrize(
     ("words", "told"),
-    [("", "memlab takes verl's defaults"), ("--config-name=dapo_trainer ", "takes its configuration, dapo_trainer")],
+    [
+        ("", "memlab takes verl's defaults"),
+        ("--config-name=dapo_trainer ", "looks only at its configuration, dapo_trainer"),
+    ],
 )
 def test_a_program_that_is_not_verl_s_own_may_have_other_defaults(
     engine: str, words: str, told: str, tmp_path: Path

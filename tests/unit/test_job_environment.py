@@ -61,6 +61,7 @@ def test_a_variable_is_named_wherever_a_framework_gives_its_ranks_one(tmp_path: 
         ("TORCHDYNAMO_DISABLE", "1", "either"),
         ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "1", None),
         ("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0", "either"),
+        ("NVTE_CPU_OFFLOAD_V1", "1", None),  # Megatron-LM requires it for offload, which memlab measured with it
         ("CUDA_MODULE_LOADING", "EAGER", "more"),
         ("NCCL_NVLS_ENABLE", "1", "more"),
         ("NCCL_NVLS_ENABLE", "0", None),

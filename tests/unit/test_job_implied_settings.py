@@ -760,7 +760,10 @@ _OFFLOAD = "--fine-grained-activation-offloading"
         # Megatron-Core: these three of a dense model too
         ("megatron-lm", "--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor 1.0"),
         ("megatron-lm", "--moe-router-padding-for-quantization", "--fp8-format hybrid"),
+        ("megatron-lm", "--moe-router-padding-for-quantization", "--fp4-format e2m1"),
+        ("megatron-lm", "--fp4-param-gather", "--fp4-format e2m1"),
         ("ms-swift", "--moe_router_group_topk 1", "--moe_router_num_groups 2"),
+        ("ms-swift", "--moe_router_group_topk 1", "--model deepseek-ai/DeepSeek-V3"),  # which has groups itself
         ("megatron-lm", _OFFLOAD, "--offload-modules core_attn"),
         ("megatron-lm", "--fp8-param-gather --use-distributed-optimizer", "--fp8-format hybrid"),
         ("ms-swift", "--fp8_param_gather true", "--fp8_format hybrid"),
@@ -827,12 +830,15 @@ _BRIDGE = """model: {num_layers: 4, hidden_size: 1024, num_attention_heads: 16, 
   seq_length: 4096, bf16: true, params_dtype: torch.bfloat16}
 ddp: {grad_reduce_in_fp32: true}
 """
+_EXPERTS = "num_moe_experts: 8, moe_router_topk: 2"
 
 
 @pytest.mark.parametrize(
     ("keys", "refusal", "named"),
     [
         ("cuda_graph_impl: local", "cuda_graph_impl local", []),
+        (f"cuda_graph_impl: local, cuda_graph_scope: [full_iteration], {_EXPERTS}", None, ["cuda_graph_impl"]),
+        ("vision_cuda_graph_impl: local", None, ["vision_cuda_graph_impl"]),
         ("cuda_graph_impl: transformer_engine", None, []),
         ("deterministic_mode: true", "deterministic_mode with cross_entropy_loss_fusion", []),
         ("hierarchical_context_parallel_sizes: [2, 2]", "another product than context_parallel_size", []),
@@ -848,6 +854,18 @@ def test_options_of_megatron_bridge(tmp_path: Path, keys: str, refusal: str | No
     assert (refusal or "None") in str(job.cannot_start)
     if refusal is None:
         assert [one.key.removeprefix("model.") for one in job.not_modelled if one.place != "default"] == named
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_refused"),
+    [("bf16_mixed", True), ("bf16-with-nvfp4-mixed", False), ("my_own_mixed", False), ("bf16_with_mxfp8_mixed", False)],
+)
+def test_a_named_recipe_may_be_the_type_that_padding_needs(tmp_path: Path, recipe: str, *, is_refused: bool) -> None:
+    model = _BRIDGE.replace("model: {", f"model: {{moe_router_padding_for_quantization: true, {_EXPERTS}, ")
+    (tmp_path / "run.yaml").write_text(
+        f"{model}train: {{micro_batch_size: 1, global_batch_size: 8}}\nmixed_precision: {recipe}\n"
+    )
+    assert (Job.read(tmp_path / "run.yaml").cannot_start is not None) == is_refused
 
 
 @pytest.mark.parametrize(

@@ -674,6 +674,7 @@ _FP8 = "fp8_cfg: {enabled: true, fp8: hybrid, fp8_recipe: tensorwise}"
     [
         (_FP8, "fp8_cfg: null", None),
         (_FP8, "fp8_cfg: {fp8: e4m3}", "e4m3"),
+        (_FP8, "fp8_cfg: {enabled: false, fp8_param: true}", None),
         (_FP8, "fp8_cfg: {}", "hybrid"),
         ("fp8_cfg: null", _FP8, "hybrid"),
         ("fp8_cfg: {}", _FP8, "hybrid"),

@@ -180,12 +180,17 @@ def test_the_first_and_the_last_stage_may_have_other_numbers_of_layers() -> None
     with pytest.raises(ValueError, match=r"leave 1 of 7 layers to 0 stages"):
         layers(7, pipeline_model_parallel_size=2, **ends)
     both = r"stage \+ num_layers_in_last_pipeline_stage is 6, which leaves 5 of 11 layers to the other 2 stages, must "
-    with pytest.raises(ValueError, match=f"{both}leave the same number to each of them: choose a sum of 5 or 7"):
+    rule = f"{both}leave the same number to each of them: choose a sum of, for example, 5 or 7$"
+    with pytest.raises(ValueError, match=rule):
         layers(11, pipeline_model_parallel_size=4, **ends)
     for sums in (5, 7):
         layers(11, pipeline_model_parallel_size=4, **ends | {"num_layers_in_first_pipeline_stage": sums - 4})
-    with pytest.raises(ValueError, match=r"^num_layers_in_first_pipeline_stage is 1, .* choose 2$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^num_layers_in_first_pipeline_stage is 1, .* choose, for example, 2, or give the last stage .*",
+    ):
         layers(8, pipeline_model_parallel_size=4, num_layers_in_first_pipeline_stage=1)
+    assert layers(8, pipeline_model_parallel_size=4, **dict(zip(ends, (1, 5), strict=True))) == [1, 1, 1, 5]
     with pytest.raises(ValueError, match=r"leave 0 of 6 layers to 1 stages"):
         layers(6, pipeline_model_parallel_size=3, **ends)
 

@@ -126,6 +126,7 @@ YES_OR_NO = "Is the loss still the same: yes or no?"
         (RANK, "rank", "rank 0", f"rank{UNDECIDED}"),
         (RANK, "rank 1", "rank 0", "rank 1 (wrong)"),
         (RANK, "3", "rank 0", "3 (wrong)"),
+        (PHASE, "2", "backward", f"2{UNDECIDED}"),  # the second of the list
         (RANK, "stage 1", "rank 0", f"stage 1{UNDECIDED}"),
         (RANK, "rank 0 or rank 1", "rank 0", f"rank 0 or rank 1{UNDECIDED}"),
         (PHASE, "forward or backward", "forward", "forward or backward (wrong)"),

@@ -239,6 +239,7 @@ def read_sft(folder: Path, keys: str = "") -> Job:
         ("bash jobs/gsm8k/run.sh trainer.placement.policy_num_gpus_per_node=4; bash jobs/gsm8k/two.sh", False),
         ("bash jobs/gsm8k/none.sh trainer.placement.policy_num_gpus_per_node=4", False),
         ("bash jobs/gspo/run.sh", False),  # itself
+        ('"$@"', False),
     ],
 )
 def test_a_script_that_starts_another_one_has_its_job(command: str, is_read: bool, tmp_path: Path) -> None:
@@ -255,6 +256,7 @@ def test_a_script_that_starts_another_one_has_its_job(command: str, is_read: boo
     job = Job.read(tmp_path / "jobs" / "gspo" / "run.sh")
     assert job.required()[0].layout.world_size == 4
     assert any("the script starts run.sh" in one for one in job.warnings)
+    assert any("$@ stands for what the script is started with" in one for one in job.warnings) == ("$@" in command)
 
 
 def test_a_program_of_one_s_own_that_trains_so_is_read_as_skyrl_s(tmp_path: Path) -> None:

@@ -233,13 +233,15 @@ class ShardedModel:
         """Allocates the rank's shards and the buffers where they are kept, each in a storage of its own.
 
         In the order of ``torch.nn.Module.to_empty``, which gives a tied matrix memory in each module that has it and
-        then drops the former one.
+        then drops the former one. On the host, FSDP2 pins it once, afterwards
+        (``FSDPParam.reset_sharded_param`` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py, torch 2.13).
         """
         place = _on_pinned_host if self.is_on_host else on_device
         of_parameter = {each.sharded_param: each for each in self.sharded()}
         tensors = chain.from_iterable(module.parameters(recurse=False) for module in self.module.modules())
+        found = (of_parameter[tensor] for tensor in tensors if tensor in of_parameter)
         with keeping("parameters"):
-            for each in (of_parameter[tensor] for tensor in tensors if tensor in of_parameter):
+            for each in dict.fromkeys(found) if self.is_on_host else found:
                 each.device = torch.device("cuda")  # where it is gathered
                 padded = place(each._sharded_param_data)
                 each._sharded_param_data = padded

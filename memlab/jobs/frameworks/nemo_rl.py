@@ -271,7 +271,7 @@ def complete(reading: Reading) -> None:
         # setup.py sets both whenever activations are checkpointed as a whole.
         values["recompute_method"], values["recompute_num_layers"] = "uniform", 1
     if not values.pop("is_fp8"):
-        values["fp8_format"] = None
+        values |= {"fp8_format": None, "fp8_param_gather": False}
     is_colocated = values.pop("is_colocated")
     _take_offload(reading, is_colocated=is_colocated, generates=generates)
     values["fp32_output"] = not values.pop("is_deferred")

@@ -35,6 +35,21 @@ def _needs(name: str, *needed: str) -> _Rule:
     )
 
 
+def _leaves_type_open(job: Reading) -> bool:
+    """Whether a name stands for the type of matrices, as Megatron-Bridge's recipes in FP4 do, or the option is ignored.
+
+    With torch's FSDP2 Megatron-LM itself switches the gathers of parameters in 8 and 4 bits off.
+    """
+    recipe = job.entries.get("mixed_precision")
+    is_named = isinstance(recipe, str) and recipe.replace("-", "_") != "bf16_mixed"
+    return is_named or bool(job.entries.get("use_torch_fsdp2"))
+
+
+def _needs_type(name: str, *needed: str) -> _Rule:
+    breaks, what, advice, field = _needs(name, *needed)
+    return (lambda job: breaks(job) and not _leaves_type_open(job), what, advice, field)
+
+
 def _excludes(name: str, other: str) -> _Rule:
     return (lambda job: _has(job, name) and _has(job, other), f"{name} with {other}", _ONE_OF_TWO, other)
 
@@ -65,7 +80,12 @@ _OF_CORE: tuple[_Rule, ...] = (
             ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm"),
             ("ep_overlap_early_attn_memory_release", "overlap_moe_expert_parallel_comm"),
             ("fine_grained_activation_offloading", "offload_modules"),
-            ("fp4_param_gather", "fp4"),
+        )
+    ),
+    *(
+        _needs_type(*names)
+        for names in (
+            ("fp4_param_gather", "fp4", "fp4_format"),
             ("fp8_output_proj", "fp8_format"),
             ("fp8_param_gather", "fp8_format"),
         )
@@ -232,14 +252,26 @@ _OF_SCHEDULES = (
     *(_excludes("train_samples", one) for one in ("lr_decay_iters", "lr_warmup_iters")),
 )
 """The same, of what it completes itself before it prints a log."""
+
+
+def _has_local_graphs_of_layers(job: Reading) -> bool:
+    section = next((one.key for one in job.not_modelled if one.key.rpartition(".")[2] == "cuda_graph_impl"), "")
+    section = section.removesuffix("cuda_graph_impl")
+    scopes = [job.entries.get(f"{section}cuda_graph_{name}") for name in ("scope", "modules")]
+    is_other = "full_iteration" in str(scopes) or job.entries.get(f"{section}inference_cuda_graph_scope")
+    return _value(job, "cuda_graph_impl") == "local" and not is_other
+
+
 _OF_BRIDGE = (
     *_OF_RANKS,
     (
-        lambda job: any(one.key.endswith("cuda_graph_impl") and one.value == "local" for one in job.not_modelled),
-        *("cuda_graph_impl local", "choose transformer_engine or full_iteration", "cuda_graph_impl"),
+        _has_local_graphs_of_layers,
+        "cuda_graph_impl local for graphs of layers",
+        *("choose transformer_engine or full_iteration", "cuda_graph_impl"),
     ),
 )
-"""``ConfigContainer.validate`` (src/megatron/bridge/training/config.py, 0.6.2)."""
+"""``ConfigContainer.validate`` (src/megatron/bridge/training/config.py, 0.6.2): ``local`` may have a graph of the whole
+iteration, or graphs of inference."""
 
 _OF_SWIFT: tuple[_Rule, ...] = (
     (
@@ -289,6 +321,8 @@ def check_core(reading: Reading, architecture: Architecture | None, engine: Engi
     _check(reading, _OF_CORE, "Megatron-Core refuses")
     if architecture is not None:
         _check(reading, _OF_EXPERTS, "Megatron-Core refuses")
+    if architecture is not None and not architecture.moe_router_num_groups:
+        _check(reading, (_OF_GROUPS,), "Megatron-Core refuses")
     if architecture is not None and not architecture.multi_latent_attention:
         _check(reading, (_LATENT,), "Megatron-Core refuses")
 
@@ -331,17 +365,17 @@ def note_single_experts(reading: Reading) -> None:
         )
 
 
-_OF_EXPERTS = tuple(
-    _needs(*names)
-    for names in (
-        ("moe_paged_stash", "moe_expert_rank_capacity_factor"),
-        ("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor"),
-        ("moe_router_group_topk", "moe_router_num_groups"),
-        ("moe_router_padding_for_fp8", "fp8_format", "fp4"),
-        ("moe_router_padding_for_quantization", "fp8_format", "fp4"),
-    )
+_OF_EXPERTS = (
+    _needs("moe_paged_stash", "moe_expert_rank_capacity_factor"),
+    _needs("moe_pad_expert_input_to_capacity", "moe_expert_capacity_factor"),
+    *(
+        _needs_type(f"moe_router_padding_for_{name}", "fp8_format", "fp4", "fp4_format")
+        for name in ("fp8", "quantization")
+    ),
 )
 """``TransformerConfig`` has these rules for dense models too."""
+_OF_GROUPS = _needs("moe_router_group_topk", "moe_router_num_groups")
+"""The model's own config.json may have the number of groups."""
 _LATENT = (
     lambda job: _selects(job, "mla_up_proj"),
     *("mla_up_proj in recompute_modules without multi-latent attention", "leave mla_up_proj out", "recompute_modules"),

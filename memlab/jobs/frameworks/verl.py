@@ -166,8 +166,8 @@ def note_program(reading: Reading) -> None:
         f"{program.place}: {name} is no program of verl's own, and may have a configuration of its own: memlab takes "
         "verl's defaults for what the file does not give; give --set KEY=VALUE for others"
         if configuration is None
-        else f"{program.place}: {name} is no program of verl's own: memlab takes its configuration, "
-        f"{configuration.value}, and not what else it does"
+        else f"{program.place}: {name} is no program of verl's own: memlab looks only at its configuration, "
+        f"{configuration.value}, and not at what else it does"
     )
 
 

@@ -118,8 +118,8 @@ def _verdict(guessed: str, result: str, question: str) -> str:
     if is_one_word or names_it or guess <= right:
         # The word "rank" alone does not say which one.
         return " (right)" if all(word in guess for word in right if word.isdigit()) else _UNDECIDED
-    numbers = {word for word in guess if word.isdigit()}
-    is_another_number = numbers and not numbers & right and guess - numbers < right
+    numbers, asked_for = ({word for word in words if word.isdigit()} for words in (guess, right))
+    is_another_number = numbers and asked_for and not numbers & asked_for and guess - numbers < right
     return " (wrong)" if guess <= asked or is_another_number else _UNDECIDED
 
 
