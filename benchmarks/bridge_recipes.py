@@ -32,6 +32,10 @@ _READ |= {f"comm_overlap.{CONFIG}.{name}.{of}" for name in RING_EXCHANGES for of
 _READ |= {f"comm_overlap.{CONFIG}.{name}_dgrad.method" for name in ("qkv", "fc1")}
 
 
+_DEFAULT_OF_THE_MODEL = tuple(
+    f"model.{key}" for key in ("moe_shared_expert_overlap", "cross_entropy_loss_fusion", "apply_rope_fusion")
+)
+"""Keys that have another default with some models, so a recipe that sets the table's says more than leaving it out."""
 _KEYS = {key.name: key for key in BRIDGE.keys if key.default is not ABSENT}
 _MISSING = {row.name: row for row in BRIDGE.missing}
 
@@ -47,15 +51,17 @@ def recipes(root: Path) -> dict[str, dict[str, Any] | str]:
             continue
         model = values.get("model.hf_model_id")
         if recipe is not None and model is not None and published_architecture(str(model.value)) is not None:
-            is_alias = recipe.name != name
+            is_alias = recipe.name != name and package.find(recipe.name) == recipe
             found[name] = recipe.name if is_alias else {key: one.value for key, one in values.items() if _is_read(one)}
     return dict(sorted(found.items()))
 
 
 def _is_read(one: Entry) -> bool:
     """Whether memlab reads a value that a recipe sets, and it says more than leaving the key out."""
-    if one.value in (None, {}) or (one.key not in _READ and not one.key.startswith("peft.")):
+    if one.value in (None, {}) or (one.key not in _READ and not one.key.startswith(("peft.", "env_vars."))):
         return False
+    if one.key in _DEFAULT_OF_THE_MODEL:
+        return True
     if one.key in _MISSING and (one.key not in _KEYS or _MISSING[one.key].is_on(one.value)):
         return _MISSING[one.key].is_on(one.value)
     return one.key not in _KEYS or _KEYS[one.key].conversion.read(one.value) != _KEYS[one.key].default

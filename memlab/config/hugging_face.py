@@ -164,9 +164,11 @@ def _check_parts(fields: ConfigJson, kind: ModelType) -> None:
         modelled |= dict.fromkeys(("hidden_act", "hidden_activation"), ("gelu_pytorch_tanh", None))
         for name, cap in zip(("attn_logit_softcapping", "final_logit_softcapping"), kind.soft_caps, strict=True):
             modelled[name] = (cap,)
+    own = {"resid_pdrop": 0.0} if kind.has_gelu else {}  # of transformers' PhiConfig, where the file says nothing
     for name, values in modelled.items():
-        if name in config and config[name] not in values:
-            raise ValueError(f"{name} {shortened(config[name])} is not modelled: memlab models {values[0]!r}")
+        value = config.get(name, own.get(name, values[0]))
+        if value not in values:
+            raise ValueError(f"{name} {shortened(value)} is not modelled: memlab models {values[0]!r}")
     for name in ("attention_bias", "qkv_bias", "mlp_bias"):
         is_known = (name == "qkv_bias" and kind.add_qkv_bias) or name == kind.qkv_bias_field
         if fields.flag(name, default=False) and not is_known:

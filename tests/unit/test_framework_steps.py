@@ -30,8 +30,8 @@ def test_a_job_file_is_predicted_as_its_trainer_was_measured(row: dict, tmp_path
     # What a real router sends to a rank's experts is not known: untrained, Moonlight's sent them a third more.
     is_shared = any(option.startswith("distributed.ep_size=") for option in job.options)
     is_known = not is_shared or "backend.fake_balanced_gate=true" in job.options
-    assert predicted["peak"] == pytest.approx(measured["peak"], rel=0.0005 if is_known else 0.07)
-    # Blocks of the optimizer's state that are not split are up to 1 MiB larger than asked for.
+    # Blocks that are not split are up to 1 MiB larger than asked for.
+    assert predicted["peak"] == pytest.approx(measured["peak"], rel=0.0005 if is_known else 0.07, abs=3 * 2**20)
     assert predicted["start"] == pytest.approx(measured["start"], rel=0.001, abs=3 * 2**20)
 
 

@@ -137,6 +137,15 @@ def test_dropout_and_biases_are_those_of_published_models(family: str, values: d
         architecture_fields(AutoConfig.for_model(family, **own | values).to_dict())
 
 
+def test_a_phi_without_a_word_on_dropout_has_none_as_in_transformers() -> None:
+    from transformers import PhiConfig
+
+    config = PhiConfig().to_dict()
+    assert config.pop("resid_pdrop") == 0.0
+    with pytest.raises(ValueError, match=r"resid_pdrop 0\.0 is not modelled: memlab models 0\.1"):
+        architecture_fields(config)
+
+
 def test_backward_of_eager_attention_has_a_temporary_as_large_as_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of Phi-2 on an H200 it is what the peak was 0.32 % above the prediction without it."""
     from memlab.engines.fsdp2 import attention

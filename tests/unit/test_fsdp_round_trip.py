@@ -164,8 +164,10 @@ def test_what_is_written_for_fsdp_is_read_again_or_named(name: str, share: int, 
         scenario, settings = random_job(dice)
         said = written(name, scenario, settings)
         job = read_again(name, said, scenario, tmp_path / str(number))
-        if job.scenario is None and "cp_comm_type" in said.unsaid:
-            continue  # Ulysses is around flash-attn only, which the job does not have
+        # Ulysses is around flash-attn only, which the job does not have; ranks that cannot share a layer are more copies,
+        # for which the sequences may not be enough.
+        if job.scenario is None and {"cp_comm_type", "tensor_model_parallel_size"} & said.unsaid.keys():
+            continue
         assert job.scenario is not None, (job.cannot_start, job.not_supported, said, scenario)
         read = _in_effect(job.scenario), job.required()[1]
         silent = {one: both for one, both in differing((scenario, settings), read).items() if one not in said.unsaid}

@@ -403,6 +403,25 @@ def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
     assert (state.moe_token_dispatcher_type, state.moe_flex_dispatcher_backend) == ("flex", "hybridep")
     assert (state.bias_activation_fusion, state.gradient_accumulation_fusion) == (True, True), "the recipe fuses both"
     assert any("its values of Megatron-Bridge 0.6.2" in line for line in job.warnings)
+    assert not state.moe_router_force_load_balancing, "as the performance recipe of the same name has it"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("llama3_70b_sft_config", "TP8 SP0 PP4"),
+        ("llama3_70b_sft_32gpu_h100_bf16_config", "TP4 PP4 VP5 DP2"),
+        ("gpt_oss_120b_pretrain_config", "TP2 PP4 EP16 ETP1 DP8"),
+        ("gpt_oss_120b_pretrain_64gpu_h100_bf16_config", "PP4 EP8 DP16"),
+    ],
+)
+def test_a_short_name_is_the_library_s_recipe_and_a_long_one_the_performance_recipe(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    # Both packages have the long name (recipes/ and perf_recipes/ of 0.6.2), and run_recipe.py takes the performance
+    # recipe for it; the short one is an alias that only the library has.
+    job = sft(tmp_path, f"torchrun run_recipe.py --recipe {name}")
+    assert str(job.required()[0].layout) == text
 
 
 @pytest.mark.parametrize("option", ["use_distributed_optimizer", "overlap_param_gather"])

@@ -346,5 +346,5 @@ def test_a_teacher_holds_what_it_did_on_an_h200(number: int) -> None:
     last, found = row["steps"][-1], predicted(case, row["environment"])
     assert found["peak_bytes"] == pytest.approx(last["peak_bytes"], rel=3e-4)
     assert found["left_bytes"] == pytest.approx(last["left_bytes"], abs=2**18)
-    assert found["peak_reserved_bytes"] == pytest.approx(last["peak_reserved_bytes"], rel=0.05)
+    assert found["peak_reserved_bytes"] == pytest.approx(last["peak_reserved_bytes"], rel=0.06)
     assert found["outside_torch_bytes"] - RING_OF_ONE_BYTES == pytest.approx(last["outside_torch_bytes"], rel=0.06)
