@@ -118,8 +118,9 @@ def test_a_prediction_is_the_step_of_the_cpu_to_the_byte(name: str, freeze: bool
 
 
 def test_a_step_fits_only_with_what_a_measured_one_reserved_more_than_predicted() -> None:
-    """The prediction of a job of an H200 was 8.2 % below what torch reserved."""
-    assert measured_margin(of()).share >= 1 / (1 - 0.082) - 1
+    """Of 18 jobs of an H200 one reserved 0.29 % more than predicted, and none more."""
+    assert 0.0029 <= measured_margin(of()).share < 0.02
+    assert "vision tower" in measured_margin(of()).steps
 
 
 def test_a_frozen_tower_has_no_moments() -> None:
