@@ -58,7 +58,7 @@ MARGIN_WITH_STAGES_OF_FSDP2 = Margin(0.015, "on H200s, stages of pipelines under
 more than predicted (``labs/results/h200x2_plain_fsdp2_pipeline.jsonl``). Where each pass waits for the device, as with
 transformers' own masks and without NeMo Automodel, one of the same ranks reserved 9.2 % more."""
 
-MARGIN_WITH_VISION_TOWER = Margin(0.015, "on H200s, steps with a vision tower under FSDP2, without a limit,")
+MARGIN_WITH_VISION_TOWER = Margin(0.015, "on H200s, steps under FSDP2, none of them with a vision tower,")
 """No limit was measured: it is that of FSDP2's limits without a tower. Of 18 steps without a limit one reserved 0.29 %
 more than predicted, one 0.16 %, and the others 0.05 % at most (``labs/results/h200_plain_fsdp2_images.jsonl``)."""
 
