@@ -373,9 +373,10 @@ def check_sequences(reading: Reading) -> None:
 def _check_prompts(reading: Reading) -> None:
     """Checks ``ActorConfig.validate`` in verl/workers/config/actor.py (0.9.1 and 1dda039b).
 
-    A job's own program need not call it, and a job whose rollout and training are apart gives 0 prompts.
+    A job's own program need not call it, and a job whose rollout and training are apart gives 0 prompts. verl's default
+    of 1,024 is not compared, since a job that memlab writes gives the mini-batch alone.
     """
-    prompts, key = reading.get("data.train_batch_size", 1024), f"{_ACTOR}.ppo_mini_batch_size"
+    prompts, key = reading.get("data.train_batch_size"), f"{_ACTOR}.ppo_mini_batch_size"
     mini_batch, program = reading.get(key, 256), reading.entries.program
     if not isinstance(prompts, int) or not isinstance(mini_batch, int) or not 0 < prompts < mini_batch:
         return
