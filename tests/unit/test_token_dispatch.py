@@ -101,7 +101,6 @@ def test_an_expert_is_not_padded_to_more_rows_than_there_are_tokens() -> None:
             "moe_expert_capacity_factor: 1.5\n  moe_token_drop_policy: position",
             {"moe_expert_capacity_factor": 1.5, "moe_token_drop_policy": "position"},
         ),
-        ("moe_token_dispatcher_type: allgather", {"moe_token_dispatcher_type": "allgather"}),
     ],
 )
 def test_jobs_say_how_tokens_are_dispatched(text: str, state: dict[str, Any], tmp_path: Path) -> None:
