@@ -114,3 +114,10 @@ def test_jobs_say_how_tokens_are_dispatched(text: str, state: dict[str, Any], tm
     of_dispatch = {name: value for name, value in changed.items() if "capacity" in name or "token_d" in name}
     assert of_dispatch == state
     assert not [one.key for one in job.not_modelled if "capacity" in one.key or "token_d" in one.key]
+
+
+def test_ms_swift_refuses_a_dispatcher_for_sequences_of_one_length(tmp_path: Path) -> None:
+    """Megatron-Core refuses allgather with `variable_seq_lengths`, which mcore-bridge always sets."""
+    swift = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B --expert_model_parallel_size 8 --max_length 2048"
+    (tmp_path / "run.sh").write_text(f"{swift} --moe_token_dispatcher_type allgather")
+    assert "sequences of variable length, which ms-swift refuses" in str(Job.read(tmp_path / "run.sh").cannot_start)
