@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from memlab.config.architectures import published_architecture
+from memlab.config.pipeline_layout import FIELD as PIPELINE_LAYOUT
+from memlab.config.pipeline_layout import text_of_layout
 from memlab.config.validation import shortened
 from memlab.jobs.entries import UNKNOWN as UNKNOWN_TEXT
 from memlab.jobs.entries import Entries, Line, NoJobError
@@ -258,6 +260,9 @@ def _entries(key: str, value: Any, line: Line | None) -> Iterator[tuple[str, Any
         case dict():
             for name, one in value.items():
                 yield from _entries(f"{key}.{name}", one, line)
+        case [list(), *_] if key.endswith(PIPELINE_LAYOUT):
+            chunks = _plain(value)
+            yield key, UNKNOWN_TEXT if any(UNKNOWN_TEXT in chunk for chunk in chunks) else text_of_layout(chunks), line
         case _:
             yield key, _plain(value), line
 

@@ -166,6 +166,7 @@ def test_what_a_recipe_sets_inside_of_defaults_and_of_unknown_objects_counts(che
         "def other_config():\n"
         "    cfg = Container(model=os.environ.get('MODEL'))\n"
         "    cfg.model.tensor_model_parallel_size = 8\n"
+        "    cfg.model.pipeline_model_parallel_layout = [['embedding', 'decoder'], ['decoder'] * 2 + ['mtp', 'loss']]\n"
         "    cfg.ddp.bucket_size = 7\n"
         "    cfg.train.names.append('b')\n"
         "    return cfg\n"
@@ -176,6 +177,7 @@ def test_what_a_recipe_sets_inside_of_defaults_and_of_unknown_objects_counts(che
     assert {key: one.value for key, one in entries.items()} == {
         "model": UNKNOWN,
         "model.tensor_model_parallel_size": 8,
+        "model.pipeline_model_parallel_layout": "Et|ttmL",
         "ddp.bucket_size": 7,
         "train.names": ["a", "b"],
     }

@@ -413,6 +413,10 @@ def test_a_recipe_of_bridge_has_its_values_below_the_overrides(
         ("llama3_70b_sft_32gpu_h100_bf16_config", "TP4 PP4 VP5 DP2"),
         ("gpt_oss_120b_pretrain_config", "TP2 PP4 EP16 ETP1 DP8"),
         ("gpt_oss_120b_pretrain_64gpu_h100_bf16_config", "PP4 EP8 DP16"),
+        (
+            "deepseek_v3_pretrain_config",
+            f"TP2 PP16 EP64 ETP1 DP32 pipeline_model_parallel_layout=E{'tttt|' * 15}tmL",
+        ),
     ],
 )
 def test_a_short_name_is_the_library_s_recipe_and_a_long_one_the_performance_recipe(
