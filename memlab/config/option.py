@@ -233,6 +233,12 @@ def checked_modules(one: Option, value: object) -> tuple[str, ...] | None:
             f"{name} is an empty list: name at least one of {', '.join(choices)}, or leave {name} out", name
         )
     unknown = [module for module in given if module not in choices]
+    meant = [str(module).lower().replace("-", "_") for module in unknown]
+    if unknown and {*meant} <= {*choices}:
+        raise RuleError(
+            f"{name} has {shortened(unknown)}, must be names as Megatron writes them: write {shortened(meant)}",
+            name,
+        )
     if unknown:
         raise RuleError(
             f"{name} has {shortened(unknown)}, which memlab does not model: choose from {', '.join(choices)}",
