@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.families import FAMILIES, families_with
@@ -43,9 +44,9 @@ class Fsdp2Rules:
         """
         of_state = self.state.options()
         for name in names:
-            owner = next((one for one in (self, self.layout) if name in options_of(type(one))), self.state)
+            owner: Any = next((one for one in (self, self.layout) if hasattr(one, name)), self.state)
             value = of_state[name] if owner is self.state else getattr(owner, name)
-            yield name, value, value != options_of(type(owner))[name].default
+            yield name, value, value != options_of(type(owner))[name].default  # type: ignore[arg-type]
 
     @property
     def vision_tower(self) -> VisionTower | None:
