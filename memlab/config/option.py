@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
-from numbers import Integral
+from operator import index
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
@@ -145,7 +146,9 @@ def options_of(cls: type) -> dict[str, Option]:
 
 
 def check_options(settings: Any, prefix: str = "") -> None:
-    """Checks the type, the choices and the range of each option of an object, and makes numpy's whole numbers Python's.
+    """Checks the type, the choices and the range of each option of an object, and makes other whole numbers Python's.
+
+    Those of numpy and of torch are such others.
 
     Args:
         settings: The object.
@@ -159,8 +162,9 @@ def check_options(settings: Any, prefix: str = "") -> None:
         if name not in own:
             continue  # of an object that has checked itself
         value = getattr(settings, name)
-        if one.kind == "whole" and isinstance(value, Integral) and not isinstance(value, int):
-            object.__setattr__(settings, name, value := int(value))
+        if one.kind == "whole" and not isinstance(value, int):
+            with suppress(TypeError):  # it is no whole number
+                object.__setattr__(settings, name, value := index(value))
         name = prefix + name  # noqa: PLW2901
         if value is None and one.may_be_none:
             continue
