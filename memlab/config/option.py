@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
-from operator import index
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
-from memlab.config.validation import RuleError, check_number, check_whole_number, shortened
+from memlab.config.validation import RuleError, check_number, check_whole_number, plain_whole_number, shortened
 
 Rebuilt = Literal["nothing", "optimizer", "model"]
 """The part that a change of the training state builds again; a model is rebuilt with its optimizer."""
@@ -162,9 +160,8 @@ def check_options(settings: Any, prefix: str = "") -> None:
         if name not in own:
             continue  # of an object that has checked itself
         value = getattr(settings, name)
-        if one.kind == "whole" and not isinstance(value, int):
-            with suppress(TypeError):  # it is no whole number
-                object.__setattr__(settings, name, value := index(value))
+        if one.kind == "whole":
+            object.__setattr__(settings, name, value := plain_whole_number(value))
         name = prefix + name  # noqa: PLW2901
         if value is None and one.may_be_none:
             continue
