@@ -12,8 +12,8 @@ from memlab.commands.shared.output import check_new_folder, out_path
 from memlab.commands.shared.process import terminate_on_signal
 from memlab.lab_files import labs_folder
 
-_LINKED = ("*.md", "results", "book/*.md", "pictures", "slurm_profile", "teaching")
-"""What the labs link to and read."""
+_LINKED = ("*.md", "results", "book/*.md", "pictures", "slurm_profile")
+"""What the labs link to and read. The plans of lectures tell outcomes, so only the teacher's folder has them."""
 
 _NBGRADER_FILE = "nbgrader_config.py"
 _NBGRADER = """\

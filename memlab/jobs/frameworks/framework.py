@@ -139,6 +139,28 @@ class Reading:
             f"{entry.key}=VALUE"
         )
 
+    def take_back(self, field_name: str, reason: str = "") -> list[str]:
+        """Takes no key for a field after all, and returns the keys that there were; its value stays.
+
+        Args:
+            field_name: Of memlab, or as in `Key.field`.
+            reason: Why the keys have no effect; without one, the caller says what becomes of them.
+        """
+        dropped = [one for one in self.taken if one.field == field_name]
+        self.taken = [one for one in self.taken if one.field != field_name]
+        self._note_without_effect(dropped, reason)
+        return [one.key for one in dropped]
+
+    def model(self, keys: Callable[[str], bool], reason: str = "") -> None:
+        """Counts keys as modelled after all; with a reason, as keys without effect."""
+        dropped = [one for one in self.not_modelled if keys(one.key)]
+        self.not_modelled = [one for one in self.not_modelled if not keys(one.key)]
+        self._note_without_effect(dropped, reason)
+
+    def _note_without_effect(self, dropped: Iterable[Taken | NotModelled], reason: str) -> None:
+        """Gives keys a reason, if there is one; what the file does not say is nowhere then."""
+        self.without_effect |= {one.key: reason for one in dropped if reason and one.place != "default"}
+
     def miss(self, key: str, effect: Effect, reason: str) -> None:
         """Notes that something of the job is not modelled."""
         self.known.add(key)

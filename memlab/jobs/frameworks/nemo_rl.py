@@ -376,12 +376,10 @@ def take_phases(
     values = reading.values
     bucket = values.pop("bucket", None)
     if is_colocated:
-        for one in [one for one in reading.not_modelled if one.key.endswith(_REFIT_BUFFERS)]:
-            reading.not_modelled.remove(one)
-            reading.without_effect[one.key] = "the process that starts the workers reads it for an engine on their GPUs"
+        reason = "the process that starts the workers reads it for an engine on their GPUs"
+        reading.model(lambda key: key.endswith(_REFIT_BUFFERS), reason)
     if bucket and not is_colocated:
-        reading.taken = [one for one in reading.taken if one.field != "bucket"]
-        reading.without_effect["policy.refit_buffer_size_gb"] = "only an engine on the training's GPUs has this buffer"
+        reading.take_back("bucket", "only an engine on the training's GPUs has this buffer")
     if not generates:
         for name in ("engine_share", "engine_ranks", "frees_optimizer", "moves_for_teacher"):
             values.pop(name, None)
@@ -416,9 +414,8 @@ def take_phases(
 
 def _drop_filters(reading: Reading) -> None:
     """Moves what filters the logits of a policy gradient to what has no effect, for a loss that reads others."""
-    for one in [one for one in reading.not_modelled if one.reason == _FILTERED_LOGITS]:
-        reading.not_modelled.remove(one)
-        reading.without_effect[one.key] = "the loss of distillation reads the logits as they are"
+    filters = [one.key for one in reading.not_modelled if one.reason == _FILTERED_LOGITS]
+    reading.model(filters.__contains__, "the loss of distillation reads the logits as they are")
 
 
 def _note_skipped_passes(reading: Reading) -> None:
