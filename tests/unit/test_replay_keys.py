@@ -35,7 +35,12 @@ _OF_ALL = [
     replace(_OFFLOAD, **_ON_HOST.changed()),
     _ON_HOST,
 ]
-_OF_EXPERTS = [recompute("moe"), recompute("moe_act"), offload("expert_fc1"), replace(_BLOCK, checkpoint_input_remedy="detach")]
+_OF_EXPERTS = [
+    recompute("moe"),
+    recompute("moe_act"),
+    offload("expert_fc1"),
+    replace(_BLOCK, checkpoint_input_remedy="detach"),
+]
 _NOT_REPLAYED = {"activation_offload_fraction", "delta_offload_bytes_across_pp_ranks"}
 _OF_OTHER_ENGINES = {"selective_ac", "checkpoint_every"}
 _OF_NEWER_CORE = {"fine_grained_offloading_max_inflight_offloads"}
