@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from textwrap import indent
 from typing import Any
 
@@ -678,6 +680,10 @@ def test_the_unseen_runs_are_what_they_say() -> None:
         [np.int64(2), np.float32(5)],
         torch.tensor([2, 5]),
         [torch.tensor(2.0), torch.tensor(5)],
+        np.array([[2], [5]]),
+        torch.tensor([[2.0], [5.0]]),
+        [np.array([2]), torch.tensor([5])],
+        [Decimal(2), Fraction(5)],
     ],
     ids=lambda answer: type(answer).__name__,
 )
