@@ -69,7 +69,7 @@ def test_a_broken_rule_is_refused_in_one_line_with_value_and_remedy(
     values: dict[str, object], words: list[str]
 ) -> None:
     with pytest.raises(ValueError) as refusal:
-        MemorySettings(**values)  # type: ignore[arg-type]
+        MemorySettings(**values)
     message = str(refusal.value)
     assert "\n" not in message
     assert [word for word in words if word not in message] == []
@@ -94,7 +94,7 @@ def test_a_broken_rule_is_refused_in_one_line_with_value_and_remedy(
     ],
 )
 def test_what_the_model_cannot_do_is_refused_on_that_model(values: dict[str, object], words: list[str]) -> None:
-    settings = MemorySettings(**values)  # type: ignore[arg-type]
+    settings = MemorySettings(**values)
     with pytest.raises(ValueError) as refusal:
         check_on_model(settings, Scenario.of(DENSE, num_layers=4))
     assert [word for word in words if word not in str(refusal.value)] == []
@@ -122,7 +122,7 @@ def test_numpy_s_whole_numbers_are_whole_numbers_and_its_other_numbers_are_not()
     assert given == MemorySettings(offload_modules=["moe_act"], min_offloaded_tensor_size=3)
     assert type(given.min_offloaded_tensor_size) is int, "JSON has no other"
     with pytest.raises(RuleError, match=r"min_offloaded_tensor_size is .*3\.0.*, must be a whole number"):
-        MemorySettings(offload_modules=["moe_act"], min_offloaded_tensor_size=np.float64(3))  # type: ignore[arg-type]
+        MemorySettings(offload_modules=["moe_act"], min_offloaded_tensor_size=np.float64(3))
 
 
 def test_settings_cannot_be_changed_after_they_were_checked() -> None:
@@ -157,6 +157,15 @@ def test_a_fused_norm_is_named_as_the_reason_that_a_setting_does_nothing() -> No
         "recompute_modules:layernorm",
     }
     assert "fused into linear_qkv" in without_effect.of_settings(settings, MOE)["offload_modules:attn_norm"]
+
+
+@pytest.mark.parametrize("names", [["QKV_Linear", "core-attn"], ["qkv_linear, core_attn"]])
+def test_names_of_modules_in_other_spellings_are_told_as_megatron_has_them(names: list[str]) -> None:
+    with pytest.raises(RuleError, match=r"one by one: write \['qkv_linear', 'core_attn'\]"):
+        MemorySettings(offload_modules=names)
+    for unknown in ([""], ["core_attn nope"]):
+        with pytest.raises(RuleError, match="which memlab does not model: choose from"):
+            MemorySettings(offload_modules=unknown)
 
 
 def test_a_minimum_size_without_offload_modules_is_said_to_do_nothing() -> None:
@@ -202,6 +211,6 @@ def test_offload_beside_full_recompute_is_refused_on_pipeline_stages_alone() -> 
 
 def test_one_name_that_is_no_list_is_told_to_become_one_only_where_it_is_a_module() -> None:
     with pytest.raises(RuleError, match=r"must be a list of module names: write \['core_attn'\] for a single one"):
-        MemorySettings(offload_modules="core_attn")  # type: ignore[arg-type]
+        MemorySettings(offload_modules="core_attn")
     with pytest.raises(RuleError, match=r"is 'all', must be a list of module names: name some of .*core_attn"):
-        MemorySettings(offload_modules="all")  # type: ignore[arg-type]
+        MemorySettings(offload_modules="all")
