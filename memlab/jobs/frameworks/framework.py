@@ -121,8 +121,8 @@ class Reading:
         Raises:
             ValueError: If it is of another kind, with its line.
         """
-        is_given = self.get(key) is not None
-        return _converted(Key(key, "", conversion), self.entries.by_key[key]) if is_given else None
+        value = self.get(key)
+        return None if value is None else conversion.checked(self.entries.by_key[key].place, key, value)
 
     def take(self, key: str, field_name: str, value: Any) -> None:
         """Sets a field from a key that the table cannot express."""
@@ -284,7 +284,7 @@ class Framework:
                 if key.conversion is not TEXT:
                     reading.guessed.append(key.name)
                 continue
-            value = _converted(key, entry)
+            value = key.conversion.checked(entry.place, key.name, entry.value)
             if value is None and key.field in calculated:  # by `complete`, which needs a number
                 if key.default is ABSENT:
                     continue  # the field's other key has the default
@@ -354,18 +354,6 @@ class Framework:
 
 
 _NAMES_A_MODEL = ("architecture", "loaded")
-
-
-def _converted(key: Key, entry: Entry) -> Any:
-    """Returns memlab's value of an entry.
-
-    Raises:
-        ValueError: If it is of another kind than the key's, with its line.
-    """
-    try:
-        return key.conversion.read(entry.value)
-    except ValueError as error:
-        raise refusal(entry.place, key.name, entry.value, error) from error
 
 
 def _known_end(value: Any) -> Any:
