@@ -148,7 +148,7 @@ def complete(reading: Reading) -> None:
     if tokens > 0:
         if not removes_padding:
             note_padded_rows(reading, "trainer.max_tokens_per_microbatch")
-        take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences)
+        take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences, are_shared_evenly=True)
     else:
         key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)

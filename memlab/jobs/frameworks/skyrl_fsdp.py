@@ -278,7 +278,7 @@ def _take_rows(reading: Reading, longest: int) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, removes_padding = values.pop("tokens_per_rank"), values.pop("removes_padding")
     if tokens > 0:
-        take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences)
+        take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences, are_shared_evenly=True)
     else:
         key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)
