@@ -9,6 +9,7 @@ import pytest
 
 from memlab.jobs.frameworks.budgets import Counting, Step, by_first_fit, by_tokens
 from memlab.jobs.job import Job
+from memlab.views.text.record import without_state
 
 
 def _first_fit(lengths: list[int], budget: int) -> int:
@@ -399,3 +400,15 @@ def test_a_row_of_nemo_rl_may_hold_any_sequence_of_a_step_and_no_more(tmp_path: 
     for sequences, tokens in ((8, 8 * 512), (64, 8192)):
         (tmp_path / "job.yaml").write_text(text.format(sequences))
         assert Job.read(tmp_path / "job.yaml").required()[0].seq_length == tokens
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_job_whose_ranks_exchange_heads_is_shown(version: int, tmp_path: Path) -> None:
+    """A table names the job without its state, which such ranks need."""
+    keys = f"actor_rollout_ref.actor.strategy=fsdp{'2' * (version > 1)} "
+    keys += "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    (tmp_path / "run.sh").write_text(f"{_VERL.format('dp')} {keys}")
+    scenario, _ = Job.read(tmp_path / "run.sh", version="0.9.1").required()
+    assert (scenario.layout.context_parallel_size, scenario.state.fsdp_version) == (2, version)
+    assert scenario.packed_sequences is not None
+    assert without_state(scenario).startswith("qwen3-8b")
