@@ -108,7 +108,7 @@ def _compared(job: Job, jobs: list[Job], said: dict[str, Any], *, is_own: bool) 
         # The provider of the only model that has such a part may set it otherwise than the job.
         is_of_one = part == "state" and len(found) == 1 < len(tables) and found[0] != said.get(name, found[0])
         # Automodel has classes of its own of some families only, and all models in place of the job's are of these.
-        is_of_family = name == "model_classes" and not is_own
+        is_of_family = name == "model_classes" and not is_own and found[0] != TrainingState().model_classes
         # ms-swift's all-linear names whatever linears the model has, also kinds that none of these models has.
         is_of_model = name == "lora_target_modules" and job.framework == "ms-swift" and tuple(said[name]) == LINEARS
         if all(one == found[0] for one in found) and not (is_of_one or is_of_family or is_of_model):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from memlab.jobs.any_model import of_any_model
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
 
@@ -577,3 +578,34 @@ def test_what_another_kind_of_attention_reads_changes_memory_where_the_job_has_i
     for key in (f"{start}dsa_indexer_n_heads", f"{start}dsa_indexer_topk"):
         assert (key in effects(job)) is is_named
         assert (key in job.without_effect) is not is_named
+
+
+def test_another_entry_point_of_skyrl_trains_with_an_engine_of_its_own(tmp_path: Path) -> None:
+    """``main`` in skyrl/train/entrypoints/main_base.py (a9564572)."""
+    for strategy in ("fsdp", "megatron"):
+        text = SKYRL.replace("strategy=megatron", f"strategy={strategy}")
+        assert script(tmp_path, text).not_supported is None
+        job = script(tmp_path, f"{text} trainer.override_entrypoint=integrations.arctic_rl.entrypoint")
+        assert job.not_supported is not None and "another program trains" in job.not_supported
+        assert not job.at_least
+
+
+@pytest.mark.parametrize(("offloads", "is_named"), [("True", False), ("False", True)])
+def test_a_critic_of_fsdp_is_told_wherever_its_tensors_are(offloads: str, is_named: bool, tmp_path: Path) -> None:
+    job = script(
+        tmp_path,
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=gae actor_rollout_ref.model.path=Qwen/Qwen3-8B "
+        "critic.model.path=Qwen/Qwen3-8B actor_rollout_ref.actor.strategy=fsdp "
+        f"critic.fsdp.param_offload={offloads} critic.fsdp.optimizer_offload={offloads}",
+    )
+    assert ("algorithm.adv_estimator" in effects(job)) is is_named
+    assert any("a critic takes steps of its own" in one for one in job.warnings) is not is_named
+
+
+def test_classes_of_automodel_are_not_of_other_frameworks(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("model: {seq_length: 4096}\ntrain: {micro_batch_size: 1}\n")
+    common = of_any_model(
+        Job.read(tmp_path / "job.yaml"), lambda model: Job.read(tmp_path / "job.yaml", architecture=model)
+    )
+    assert common is not None
+    assert "model_classes" not in (*common.depends_on_model, *common.values["state"])

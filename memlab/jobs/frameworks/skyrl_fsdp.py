@@ -136,7 +136,7 @@ def wraps_others(value: Any) -> bool:
 
 
 FRAMEWORK_MISSING = (
-    *(row for row in SKYRL.missing if row.name.startswith(("generator.", "trainer.fully_async."))),
+    *(row for row in SKYRL.missing if row.name.startswith(("generator.", "trainer.fully_async.", "trainer.override_"))),
     Missing("trainer.mtp.enabled", "more", "the inference engine has a draft model too"),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
     Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
@@ -178,6 +178,8 @@ def complete(reading: Reading) -> None:
     _take_phases(reading, per_node, longest, is_colocated=is_colocated)
     _take_rows(reading, longest)
     note_steps(reading)
+    if reading.get("trainer.override_entrypoint"):
+        reading.kept_of_parameter.clear()  # by another engine
 
 
 def complete_engine(reading: Reading, policy: str, loss: str, chunk: str) -> None:

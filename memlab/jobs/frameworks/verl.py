@@ -480,6 +480,11 @@ def note_critic(reading: Reading, engine: str) -> None:
         )
     if not all(offloads):
         reading.miss(key, "more", "a critic is trained on the same GPUs: its parameters, gradients and optimizer state")
+    elif engine != "critic.megatron":
+        reading.warnings.append(
+            f"{key}: a critic takes steps of its own on the same GPUs, between the actor's, which memlab does not "
+            "predict"
+        )
 
 
 def compares(reading: Reading) -> bool:
