@@ -461,9 +461,9 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
     if entries.program is None:
         return
     module = str(entries.program.value).removesuffix(".py").replace("/", ".")
-    own = next((name for one, name in framework.configuration_of.items() if module.endswith(one)), None)
-    if own is not None:
-        _take_other_defaults(own, entries.program, framework, entries)
+    usual = next((name for one, name in framework.configuration_of.items() if module.endswith(one)), None)
+    if usual is not None:
+        _take_other_defaults(usual, entries.program, framework, entries)
     if named is None:
         return
     source, folder, name = named

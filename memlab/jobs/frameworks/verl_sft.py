@@ -81,8 +81,12 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "model.use_remove_padding")
-        key = "data.max_token_len_per_gpu"
-        take_rows(reading, key, tokens, longest, sequences, counted=by_tokens, is_refused=True, are_shared_evenly=True)
+        take_rows(
+            *(reading, "data.max_token_len_per_gpu", tokens, longest, sequences),
+            counted=by_tokens,
+            is_refused=True,
+            are_shared_evenly=True,
+        )
     else:
         key = "data.micro_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)
