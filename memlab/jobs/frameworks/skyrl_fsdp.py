@@ -194,8 +194,7 @@ def complete_engine(reading: Reading, policy: str, loss: str, chunk: str) -> Non
     note_replaced_values(reading, kwargs)
     # ``HFModelWrapper`` has fp32 parameters, unless the policy only generates.
     take_types(reading, shards="fp32", compute=values.pop("compute"), reduced=values.pop("reduced"))
-    if not values["fsdp_cpu_offload"]:
-        take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=True)
+    take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=True)
     take_peft(reading, f"{policy}model.lora.rank")
     take_shards(reading, f"{policy}fsdp_config.fsdp_size")
     take_resharding(reading)
