@@ -140,8 +140,14 @@ _OF_THIS_POLICY = ("policy.dtensor_cfg.*", "policy.optimizer.kwargs.*")
 
 
 def chooses_dtensor(values: dict[str, Any]) -> bool:
-    """Whether a job trains with the DTensor policy: it names no Megatron (``Policy`` in models/policy/lm_policy.py)."""
+    """Whether a job trains with the DTensor policy: it names no Megatron (``Policy`` in models/policy/lm_policy.py).
+
+    Where a job says nothing of either, its configuration is not known, and those that NeMo-RL's programs read by
+    themselves have the DTensor policy (``grpo_math_1B.yaml``, ``sft.yaml``, ...; 7ea279ab).
+    """
     dtensor, megatron = (str(values.get(f"policy.{name}.enabled")).lower() for name in ("dtensor_cfg", "megatron_cfg"))
+    if dtensor == "none":
+        return not any(key.startswith("policy.megatron_cfg.") for key in values)
     return dtensor == "true" and megatron != "true"
 
 

@@ -117,6 +117,8 @@ def _take_veomni(reading: Reading, engine: str, optim: str) -> None:
     trains_all = values.get("lora_rank") is None
     take_peft(reading, f"{_MODEL if optim.startswith(_ACTOR) else 'model'}.lora_rank")
     is_adam = take_optimizer(reading, f"{optim}.optimizer", values.pop("optimizer"), ("adamw",))
+    # ``fsdp_size`` counts copies of the data, and ranks that share a row have shards of their own (``fsdp_mesh``).
+    values["ranks_of_shards"] *= values.get("context_parallel_size") or 1
     take_shards(reading, f"{engine}.fsdp_size")
     take_resharding(reading)
     # ``parallelize_model_fsdp2`` in veomni/distributed/torch_parallelize.py: the root stays until backward.
@@ -295,7 +297,10 @@ def _of_trainer(engine: _Engine) -> Framework:
         on_host = engine is _TORCHTITAN or bool(values["offload_parameters"] if moves is None else moves)
         verl_fsdp.complete_trainer(reading, engine.name, section, has_reference_on_host=on_host)
 
-    without_effect = of_fsdp.without_effect | keys_without_effect(f"verl_{engine.name}", section)
+    reference = f"actor_rollout_ref.ref.{engine.name}"
+    without_effect = of_fsdp.without_effect | {f"{reference}.optimizer_offload"}  # a reference model has no optimizer
+    for one in (section, reference):
+        without_effect |= keys_without_effect(f"verl_{engine.name}", one)
     return Framework(
         name=f"verl-{engine.name}",
         title=f"verl with {engine.title}",
