@@ -6,7 +6,7 @@
 # type is changed, which copies the view alone. The matrix is in an object (`GaLoreProjector`) in the optimizer's state,
 # where a sum over the state's tensors finds nothing. apollo-torch 1.0.3 does the same with `proj="svd"`, and not with
 # "random".
-# Guess before the run, from the source: the whole matrix in fp32, the part in bf16.
+# Guess before the run: `rank` vectors are stored; whether they are a view was a doubt.
 # Seen on 2026-11-30, Python 3.11, a weight of 1,024 x 1,024, rank 16, two steps; bytes of state for each parameter:
 #   GaLore, torch.float32: moments 0.125, vectors 0.062 in storages of 4.000, torch.save of the state 4.13
 #   GaLore, torch.bfloat16: moments 0.062, vectors 0.031 in storages of 0.031, torch.save of the state 0.10

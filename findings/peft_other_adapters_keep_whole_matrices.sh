@@ -6,7 +6,7 @@
 # So they need bytes that do not depend on the number of tokens: up to 29 times what the weights of a bf16 model take,
 # where a few per cent of the parameters are trained; full training keeps none of it. (It would be 2.0 and not 1.9 if
 # the first layer's query, key and value projections, before which nothing is trained, kept theirs too.)
-# Guess before the run: DoRA and OFT none, LoHa and LoKr one matrix; dropout was not thought of.
+# Guess before the run: DoRA none, LoHa, LoKr and OFT one matrix; dropout was not thought of, the others not guessed.
 # Seen on 2026-11-30, Python 3.11, transformers 5.24.0, torch 2.13.0, a Llama in bf16 of 2 layers (256 wide, 896 in the
 # MLP), adapters on all linear layers; kept for backward that stays the same from 64 to 128 tokens, in multiples of what
 # the adapted weights take in bf16:
