@@ -30,6 +30,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     FOREACH,
     FROZEN,
     OF_OWN_EXPERTS,
+    OF_SEVERAL_KEYS,
     OF_TOWERS,
     OWN_PLAN,
     PARTS_OF_AUTOMODEL,
@@ -72,6 +73,7 @@ _ATTENTION = "model.attn_implementation"
 _NORM = "torch_fp32"
 """The kind of norms that Automodel's own classes have by default: compiled, and computed in fp32."""
 _LONGEST = ("dataset.seq_length", "dataset.seq_len", "dataloader.collate_fn.max_length")
+_MULTIPLE = "dataloader.collate_fn.pad_seq_len_divisible"
 _OF_CLASSES = ("model.backend.rms_norm", "model.backend.rope", "model.use_liger_kernel")
 _SECTIONS = {
     "teacher_model": ("teacher_", "offload_teacher_model", "separate_meshes", "kd_"),
@@ -107,10 +109,6 @@ _RANKS_OF_A_NODE = 8
 """Of the machines on which Automodel's own tests run its recipes."""
 
 
-def _read_size(value: Any) -> Any:
-    return None if value in (None, "none", "None") else COUNT.read(value)
-
-
 def _read_checkpointing(value: Any) -> str | None:
     # ``_normalize_activation_checkpointing`` in recipes/_dist_utils.py
     word = str(value).lower().replace("-", "_")
@@ -123,13 +121,12 @@ def _read_checkpointing(value: Any) -> str | None:
     return word
 
 
-def _read_storage(value: Any) -> Any:
-    return "auto" if value in (None, "auto") else LONG_DTYPE.read(value)
-
-
-_SIZE = Conversion(_read_size, lambda value: value)
+_SIZE = Conversion(lambda value: None if value in (None, "none", "None") else COUNT.read(value), lambda value: value)
 _MODE = Conversion(_read_checkpointing, lambda value: value == "full" if value in (None, "full") else value)
-_STORAGE = Conversion(_read_storage, lambda value: value if value == "auto" else LONG_DTYPE.write(value))
+_STORAGE = Conversion(
+    lambda value: "auto" if value in (None, "auto") else LONG_DTYPE.read(value),
+    lambda value: value if value == "auto" else LONG_DTYPE.write(value),
+)
 _RESHARDED = {None: "all_but_last", True: "all", False: "none"}
 _RESHARD = Conversion(
     lambda value: _RESHARDED[None if value is None else SWITCH.read(value)],
@@ -176,6 +173,7 @@ KEYS = (
     Key("packed_sequence.packed_sequence_size", "packed_tokens", WHOLE, 0),
     Key("packed_sequence.pack_size", "packed_tokens", WHOLE),
     *(Key(name, "longest", COUNT) for name in _LONGEST),
+    Key(_MULTIPLE, "sequence_multiple", COUNT, None),
     Key(IMAGES, "images_per_sequence", COUNT),
     Key("distributed.sequence_parallel", "sequence_parallel", SWITCH),
     Key("distributed.pipeline.pp_schedule", "schedule", TEXT),
@@ -261,7 +259,7 @@ def complete(reading: Reading) -> None:
         reading.miss("loss_fn._target_", "less", _WHOLE_LOGITS)
     del values["has_no_adapters"]
     values.pop("class_of_adapters", None)
-    reading.taken = [one for one in reading.taken if one.field != "has_no_adapters"]
+    reading.take_back("has_no_adapters")
     take_automodel_adapters(reading, "peft", is_on=_trains_adapters(reading))
     _take_release(reading)
 
@@ -335,9 +333,8 @@ def _drop_keys_of_other_ranks(reading: Reading) -> None:
     shares_sequence = values.get("sequence_parallel") or False
     for field, (size, reason) in _OF_RANKS.items():
         values.pop(field, None)
-        for one in [one for one in reading.taken if one.field == field and values[size] in (None, 1)]:
-            reading.taken.remove(one)
-            reading.without_effect[one.key] = reason
+        if values[size] in (None, 1):
+            reading.take_back(field, reason)
     if values["tensor_model_parallel_size"] not in (None, 1):
         values["sequence_parallel"] = shares_sequence
         if is_given(reading.get("distributed.tp_plan")):
@@ -395,6 +392,7 @@ def _take_rows(reading: Reading) -> None:
     """Takes the tokens of a row: a packed row's, or those of the longest sequence."""
     values = reading.values
     packed, longest = values.pop("packed_tokens") or 0, values.pop("longest", None)
+    multiple = values.pop("sequence_multiple") or 1
     if packed <= 0:
         reading.not_modelled = [one for one in reading.not_modelled if one.key != _PACKING_STRATEGY]
         reading.known.add(_PACKING_STRATEGY)
@@ -402,7 +400,7 @@ def _take_rows(reading: Reading) -> None:
         reading.take("packed_sequence.packed_sequence_size", "seq_length", packed)
         reading.miss("packed_sequence.packed_sequence_size", "more", "attention copies and counts packed sequences")
     elif longest:
-        values["seq_length"] = longest
+        values["seq_length"] = -(-longest // multiple) * multiple
     else:
         reading.assumed.append("the length of its sequences")
         reading.warnings.append(
@@ -410,8 +408,9 @@ def _take_rows(reading: Reading) -> None:
             "--set dataset.seq_length=TOKENS"
         )
     is_of_one_length = "mock" in str(reading.get("dataset._target_"))
-    if not packed and not is_of_one_length and values["micro_batch_size"] > 1:
-        reading.miss("step_scheduler.local_batch_size", "more", "rows are padded, and attention then has a mask")
+    pads = "step_scheduler.local_batch_size" if values["micro_batch_size"] > 1 else _MULTIPLE if multiple > 1 else None
+    if pads and not packed and not is_of_one_length:
+        reading.miss(pads, "more", "rows are padded, and attention then has a mask")
 
 
 def _take_optimizer(reading: Reading) -> None:
@@ -571,24 +570,9 @@ AUTOMODEL = Framework(
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     cannot_write_of=cannot_write,
-    without_own_key=frozenset(
-        (
-            "dtype",
-            "model_classes",
-            "lora_fsdp2_library",
-            "lora_enable_input_require_grads",
-            "fp32_sharded_params",
-            "grad_reduce_in_bf16",
-            "adam_implementation",
-            "recompute_granularity",
-            "recompute_method",
-            "recompute_num_layers",
-            "selective_ac",
-            "checkpoint_every",
-            "schedule_runs",
-            FIELD,
-            "virtual_pipeline_model_parallel_size",
-        )
+    without_own_key=OF_SEVERAL_KEYS.union(
+        ("model_classes", "grad_reduce_in_bf16", "adam_implementation"),
+        ("schedule_runs", FIELD, "virtual_pipeline_model_parallel_size"),
     ),
     render=yaml_lines,
     written_with={"reduced": "compute", "compute": "reduced"},

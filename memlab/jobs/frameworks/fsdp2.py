@@ -26,16 +26,25 @@ EXCHANGE = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_dee
 OF_TOWERS = ("vision_tower", "images_per_sequence", "patches_per_image", "freeze_vision_tower")
 OF_OWN_EXPERTS = ("fake_balanced_gate", "linear_implementation")
 """Options of NeMo Automodel's own classes of models with experts."""
-NO_EXCHANGE = dict.fromkeys(EXCHANGE, "its ranks exchange no tokens of experts") | dict.fromkeys(
-    OF_OWN_EXPERTS, "it builds transformers' classes of models with experts"
+ONLY_OF_AUTOMODEL = (
+    dict.fromkeys(EXCHANGE, "its ranks exchange no tokens of experts")
+    | dict.fromkeys(OF_OWN_EXPERTS, "it builds transformers' classes of models with experts")
+    | dict.fromkeys(("schedule_runs", "return_outputs"), "its jobs with FSDP have no pipeline stages")
+    | dict.fromkeys(OF_TOWERS, "memlab reads its jobs for texts only")
+    | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
 )
-"""For `Framework.cannot_write`, where transformers' classes are built."""
-NO_STAGES = dict.fromkeys(("schedule_runs", "return_outputs"), "its jobs with FSDP have no pipeline stages")
-NO_TOWER = dict.fromkeys(OF_TOWERS, "memlab reads its jobs for texts only")
-"""For `Framework.cannot_write`, where ranks share a model by FSDP, and not by stages."""
+"""For `Framework.cannot_write` of the other frameworks with FSDP."""
+OF_SEVERAL_KEYS = frozenset(
+    (
+        *("dtype", "fp32_sharded_params", "lora_fsdp2_library", "lora_enable_input_require_grads"),
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "selective_ac", "checkpoint_every"),
+    )
+)
+"""For `Framework.without_own_key`: what `composed_of_fsdp2` makes several keys of, or none."""
 FLASH = "flash_attention_2"
 OUTPUT_LAYER = "lm_head"
 _CLASS_OF_AUTOMODEL = "PeftConfig"
+_ADAMS = ("torch.optim.AdamW", "torch.optim.Adam")
 
 
 def _read_resharding(value: Any) -> Any:
@@ -282,7 +291,12 @@ def take_types(reading: Reading, *, shards: str, compute: str, reduced: str) -> 
 
 
 def take_kept(reading: Reading, *, trains_all: bool, is_torch_adam: bool) -> None:
-    """Takes what FSDP2 keeps of each parameter: its shard, and of what torch's Adam trains three more in its type."""
+    """Takes what FSDP2 keeps of each parameter: its shard, and of what torch's Adam trains three more in its type.
+
+    Of a job whose shards are on the host it keeps nothing on the device.
+    """
+    if reading.values["fsdp_cpu_offload"]:
+        return
     shard = 4 if reading.values["fp32_sharded_params"] or reading.values["dtype"] == "fp32" else 2
     reading.kept_of_parameter["parameters"] = shard
     if trains_all:
@@ -303,6 +317,14 @@ def take_adam(reading: Reading) -> None:
     values["adam_implementation"] = "foreach" if is_foreach is not False else "for_loop"
     if values.pop("is_fused", None):
         values["adam_implementation"] = "fused"
+
+
+def take_optimizer(reading: Reading, key: str, kind: str, adams: Iterable[str] = _ADAMS) -> bool:
+    """Takes torch's Adam, and names by a key that a job has another optimizer; returns whether it is Adam."""
+    take_adam(reading)
+    if kind not in adams:
+        reading.miss(key, "either", f"memlab predicts torch's Adam and AdamW, not {kind}")
+    return kind in adams
 
 
 _OF_FUSED_ADAM = {
@@ -403,6 +425,24 @@ def own_checkpoints(settings: MemorySettings, title: str) -> Own:
         "selective_ac": (False, reason),
         "checkpoint_every": (None, reason),
     }
+
+
+def own_transformers(scenario: Scenario, title: str) -> Own:
+    """Returns what verl and SkyRL have in common: who shares rows, what is sharded again, and the loss."""
+    state, of_ranks = scenario.state, scenario.state.reshard_after_forward_ranks
+    frees = state.reshard_after_forward != "none"
+    return {
+        "tensor_model_parallel_size": (1, f"{title} has no tensor parallelism with FSDP"),
+        "cp_comm_type": (
+            "a2a" if scenario.layout.context_parallel_size > 1 else "p2p",
+            f"{title}'s ranks that share rows exchange heads (Ulysses)",
+        ),
+        "reshard_after_forward": ("all" if frees else "none", f"{title} shards all layers again, or none"),
+        "reshard_after_forward_ranks": (
+            of_ranks if frees else None,
+            f"{title} has one key for it and for reshard_after_forward",
+        ),
+    } | own_peft(scenario, title)
 
 
 def own_peft(scenario: Scenario, title: str) -> Own:
