@@ -538,7 +538,7 @@ def test_expandable_segments_are_advised_where_only_fragmentation_prevents_a_ste
 
     exit_code, lines = predicted(270)
     assert exit_code == 1 and "the peak fits, but fragmentation leaves no block large enough" in lines[0]
-    assert lines[1:3] == [advice, ""]
+    assert lines[-2:] == ["", advice]
     assert advice.replace(how, f",max_split_size_mb:512{how}") in predicted(270, "--max-split-size-mb", "512")[1]
     exit_code, lines = predicted(270, "--expandable-segments")
     assert exit_code == 0 and "fit" in lines[0] and advice not in lines
