@@ -10,6 +10,7 @@ from memlab.config.backend_kind import KINDS
 from memlab.config.exchange_buffers import exchange_buffers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.vision import VISION_TOWERS
 from memlab.fitting.candidates import candidates
 from memlab.fitting.interrupted import Interrupted
 from memlab.fitting.measured_margin import (
@@ -207,7 +208,11 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
         needed += '; with several micro-batches, "fits" includes all that torch reserves without a limit'
     kept = '; "fits" includes all that torch may keep of FP8 gathers' if keeps_fp8_gathers(scenario) else ""
     read = "; what DeepEP or HybridEP allocates is as read in its source, and was not measured"
-    return f"a predicted step{routing}; {needed}{kept}{read if exchange_buffers(scenario).most_bytes else ''}"
+    tower = scenario.state.vision_tower
+    # Windows of a tower are those of images of one shape, which no option gives.
+    near_square = "; images are as near to a square as their number of patches allows"
+    images = near_square if tower and "window_size" in VISION_TOWERS[tower].config else ""
+    return f"a predicted step{routing}{images}; {needed}{kept}{read if exchange_buffers(scenario).most_bytes else ''}"
 
 
 class FitInterrupted(Interrupted[Fit]):
