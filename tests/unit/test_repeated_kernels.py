@@ -179,7 +179,7 @@ class _Looking(torch.utils._python_dispatch.TorchDispatchMode):
 
 @pytest.mark.parametrize("seed", [3, 5, 8])
 def test_steps_have_the_events_of_kernels_that_are_called(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = random_case(random.Random(seed))  # noqa: S311 - a scenario needs no cryptography
+    case = random_case(random.Random(seed))
     repeated, _ = take(case, replay=False)
     with monkeypatch.context() as patch:
         patch.setattr(RepeatedKernels, "call", called)
