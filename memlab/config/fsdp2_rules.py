@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
+from typing import Any
 
 from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.families import FAMILIES, families_with
 from memlab.config.layout import Layout
 from memlab.config.lora import LINEARS, NAMES_OF_TRANSFORMERS, LoRA
-from memlab.config.option import EngineName
+from memlab.config.option import EngineName, options_of
 from memlab.config.routing import Routing
 from memlab.config.training_state import AttnImplementation, TrainingState
 from memlab.config.transformers_linears import adapted_linears
@@ -34,6 +36,17 @@ class Fsdp2Rules:
     layout: Layout
     routing: Routing
     state: TrainingState
+
+    def changed_among(self, *names: str) -> Iterator[tuple[str, object, bool]]:
+        """Yields options of the scenario, its layout and its training state for `refuse_beside`.
+
+        Each is refused where it differs from its default.
+        """
+        of_state = self.state.options()
+        for name in names:
+            owner: Any = next((one for one in (self, self.layout) if hasattr(one, name)), self.state)
+            value = of_state[name] if owner is self.state else getattr(owner, name)
+            yield name, value, value != options_of(type(owner))[name].default  # type: ignore[arg-type]
 
     @property
     def vision_tower(self) -> VisionTower | None:
@@ -118,7 +131,7 @@ class Fsdp2Rules:
             )
 
     def _check_vision_tower(self) -> None:
-        tower, state, model, layout = self.vision_tower, self.state, self.architecture, self.layout
+        tower, state, model = self.vision_tower, self.state, self.architecture
         if tower is None:
             return
         given, images = f"vision_tower is {state.vision_tower!r}", state.images_per_sequence
@@ -153,31 +166,22 @@ class Fsdp2Rules:
         sizes = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
         loss = state.loss_of_transformers
         others = (
-            *((name, getattr(layout, name), getattr(layout, name) > 1) for name in sizes),
-            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
-            ("fsdp_version", 1, state.fsdp_version == 1),
-            ("fsdp_cpu_offload", True, state.fsdp_cpu_offload),
-            ("dtype", self.dtype, self.dtype != "bf16"),
-            ("model_classes", state.model_classes, state.model_classes != "transformers"),
+            *self.changed_among(*sizes, "packed_sequences"),
+            *self.changed_among("fsdp_version", "fsdp_cpu_offload", "dtype", "model_classes"),
             ("attn_implementation", state.attn_implementation, state.attn_implementation == "flash_attention_2"),
             ("loss_of_transformers", loss, loss not in ("cross_entropy", "masked_cross_entropy")),
         )
         refuse_beside(f"{given} with", "vision_tower", others, "leave {} out, or vision_tower")
 
     def _check_version_1(self) -> None:
-        state, layout = self.state, self.layout
+        state, ahead = self.state, self.state.fsdp2_forward_prefetch_depth
         if state.fsdp_version == 2:
             return
-        tensor, library = layout.tensor_model_parallel_size, state.lora.fsdp2_library if state.lora else "peft"
-        before, after = state.fsdp2_backward_prefetch_depth, state.fsdp2_forward_prefetch_depth
         others = (
-            ("tensor_model_parallel_size", tensor, tensor > 1),
-            ("fsdp_cpu_offload", True, state.fsdp_cpu_offload),
-            ("lora_fsdp2_library", library, library != "peft"),
+            *self.changed_among("tensor_model_parallel_size", "fsdp_cpu_offload", "lora_fsdp2_library"),
             ("adam_implementation", "te_fused", state.adam_implementation == "te_fused"),
-            ("reshard_after_forward_ranks", state.reshard_after_forward_ranks, state.reshard_after_forward_ranks),
-            ("fsdp2_backward_prefetch_depth", before, before > 0),
-            ("fsdp2_forward_prefetch_depth", after, after > 1),
+            *self.changed_among("reshard_after_forward_ranks", "fsdp2_backward_prefetch_depth"),
+            ("fsdp2_forward_prefetch_depth", ahead, ahead > 1),
         )
         refuse_beside("fsdp_version is 1 and", "fsdp_version", others, "choose fsdp_version 2, or leave {} out")
 
@@ -208,7 +212,7 @@ class Fsdp2Rules:
                 "sinks, of which memlab has with model_classes only Transformer Engine's kernel: choose te",
                 *("attn_implementation", "model_classes"),
             )
-        of_august = model.family == "gpt_oss" or FAMILIES[model.family].weighs_after
+        of_august = FAMILIES[model.family].has_sinks or FAMILIES[model.family].weighs_after
         if of_august and state.model_classes == "automodel_0.7.0":
             raise RuleError(
                 f"model_classes is {state.model_classes!r}, and memlab has NeMo Automodel's class of {model.name} only "
@@ -217,13 +221,10 @@ class Fsdp2Rules:
             )
         is_spread = layout.expert_model_parallel_size > 1
         others = (
-            ("fsdp_version", 1, state.fsdp_version == 1),
-            ("context_parallel_size", layout.context_parallel_size, layout.context_parallel_size > 1),
-            ("lora_rank", state.lora and state.lora.rank, state.lora is not None),
+            *self.changed_among("fsdp_version", "context_parallel_size", "lora_rank"),
             ("attn_implementation", state.attn_implementation, state.attn_implementation not in ("sdpa", "te")),
             ("packed_sequences", self.packed_sequences, self.packed_sequences and state.attn_implementation != "te"),
-            ("dp_replicate_size", state.dp_replicate_size, is_spread and state.dp_replicate_size > 1),
-            ("fsdp_cpu_offload", True, is_spread and state.fsdp_cpu_offload),
+            *(self.changed_among("dp_replicate_size", "fsdp_cpu_offload") if is_spread else ()),
             ("routing", str(self.routing), is_spread and self.routing.kind in ("random", "counts")),
         )
         given = f"model_classes is {state.model_classes!r} with {self.architecture.name}, which has experts, and"
@@ -349,11 +350,9 @@ class Fsdp2Rules:
                 *("pipeline_model_parallel_size", "engine"),
             )
         others = (
-            ("context_parallel_size", layout.context_parallel_size, layout.context_parallel_size > 1),
-            ("expert_model_parallel_size", layout.expert_model_parallel_size, layout.expert_model_parallel_size > 1),
+            *self.changed_among("context_parallel_size", "expert_model_parallel_size"),
             ("model_classes", state.model_classes, self.architecture.routes and state.model_classes != "transformers"),
-            ("fsdp_version", 1, state.fsdp_version == 1),
-            ("fsdp_cpu_offload", True, state.fsdp_cpu_offload),
+            *self.changed_among("fsdp_version", "fsdp_cpu_offload"),
             ("attn_implementation", "eager", self.attention_of_transformers == "eager"),
             ("loss_of_transformers", loss, loss not in ("cross_entropy", "masked_cross_entropy")),
         )
@@ -417,7 +416,7 @@ class Fsdp2Rules:
             )
         # With both, Automodel trains the norms of layers beside adapters: its `SequenceParallelAllGatherActivation` is
         # not among the styles that ``translate_to_lora`` (distributed/parallel_styles.py) makes keep them frozen.
-        options = {"sequence_parallel": divides and (model.family == "phi3" or lora is not None)}
+        options = {"sequence_parallel": divides and (bool(FAMILIES[model.family].fused_linears) or lora is not None)}
         options |= {"fsdp_cpu_offload": self.state.fsdp_cpu_offload}
         options |= {"lora_rank": lora is not None and (lora.fsdp2_library == "peft" or bool(lora.dropout))}
         for name, is_on in options.items():
@@ -443,18 +442,23 @@ class Fsdp2Rules:
                 f"{self.architecture.name}, so that there is nothing to train: name {', '.join(LINEARS)}",
                 "lora_target_modules",
             )
-        if "lm_head" in found and self.architecture.share_embeddings_and_output_weights:
-            raise RuleError(
-                f"lora_target_modules is {shortened(list(lora.target_modules))}, which names the output layer of "
-                f"{self.architecture.name}, whose weight is the embedding's, beside which memlab does not predict "
-                "adapters: name other linears, or give lora_exclude_modules output_layer",
-                *("lora_target_modules", "lora_exclude_modules"),
-            )
+        if "lm_head" in found:
+            self.check_output_layer_with_adapter(lora)
         if lora.dropout_position == "post" and lora.fsdp2_library == "peft":
             raise RuleError(
                 "lora_dropout_position is 'post' with lora_fsdp2_library 'peft', must be 'pre', since PEFT drops "
                 "inputs: choose it, or lora_fsdp2_library 'automodel'",
                 *("lora_dropout_position", "lora_fsdp2_library"),
+            )
+
+    def check_output_layer_with_adapter(self, lora: LoRA) -> None:
+        """Refuses adapters of an output layer whose weight is the embedding's, also with Megatron."""
+        if self.architecture.share_embeddings_and_output_weights:
+            raise RuleError(
+                f"lora_target_modules is {shortened(list(lora.target_modules))}, which names the output layer of "
+                f"{self.architecture.name}, whose weight is the embedding's, beside which memlab does not predict "
+                "adapters: name other linears, or give lora_exclude_modules output_layer",
+                *("lora_target_modules", "lora_exclude_modules"),
             )
 
     def check_attention_on_fsdp2(self) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, fields, replace
-from numbers import Integral
 from typing import Any
 
 from memlab.config.architectures import Architecture
 from memlab.config.option import EngineName, option
 from memlab.config.parts.part import SharedSize, Weight
 from memlab.config.pipeline_layout import FIELD, layers_of_pipeline_chunks
-from memlab.config.validation import RuleError, check_whole_number, is_whole_number, shortened
+from memlab.config.validation import RuleError, check_whole_number, is_whole_number, plain_whole_number, shortened
 
 MOST_RANKS = 2**17
 """The largest job: 131,072 ranks, more than any that was run as one. Megatron makes its groups rank by rank."""
@@ -89,8 +88,7 @@ class Layout:
             value = getattr(self, field.name)
             if field.name in ("rank", "sequence_parallel", FIELD) or (value is None and field.default is None):
                 continue
-            if isinstance(value, Integral) and not isinstance(value, int):  # numpy's whole numbers
-                object.__setattr__(self, field.name, value := int(value))
+            object.__setattr__(self, field.name, value := plain_whole_number(value))
             check_whole_number(field.name, value, at_most=MOST_RANKS)
         if not isinstance(self.sequence_parallel, bool):
             raise RuleError(

@@ -60,7 +60,7 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     """
     _check_checkpointing(settings, scenario)
     _check_extra_layers(settings, scenario)
-    _check_beside_offload(settings, scenario.state)
+    _check_beside_offload(settings, scenario)
     _check_beside_graphs(settings, scenario.state)
     check_engine(settings, scenario.engine)
     check_fp8_settings(settings, scenario.state)
@@ -113,7 +113,6 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             "probabilities that it keeps: choose clear_gradient or release_storage, or leave one of the two out",
             *("checkpoint_input_remedy", "moe_token_dispatcher_type"),
         )
-    _check_selective_checkpoints(settings, scenario)
     _check_offload_groups(settings, scenario)
     _check_frozen_layers(settings, scenario)
     for field, choices in (("recompute_modules", RECOMPUTE_MODULES), ("offload_modules", OFFLOAD_MODULES)):
@@ -130,11 +129,11 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
             )
 
 
-def _check_beside_offload(settings: MemorySettings, state: TrainingState) -> None:
-    names = ("reference_model", "transformer_impl", "cuda_graph_impl") if settings.offload_modules else ()
-    others = [(name, value := getattr(state, name), value != options_of(TrainingState)[name].default) for name in names]
-    given = f"offload_modules has {list(settings.offload_modules or ())} with"
-    refuse_beside(given, "offload_modules", others, "leave one of the two out")
+def _check_beside_offload(settings: MemorySettings, scenario: Scenario) -> None:
+    if settings.offload_modules:
+        given = f"offload_modules has {list(settings.offload_modules)} with"
+        others = scenario.changed_among("reference_model", "transformer_impl", "cuda_graph_impl")
+        refuse_beside(given, "offload_modules", others, "leave one of the two out")
 
 
 def _check_beside_graphs(settings: MemorySettings, state: TrainingState) -> None:
@@ -321,15 +320,6 @@ def not_in_megatron(option: Option) -> str:
         return ""
     installed = ".".join(str(part) for part in _megatron_version())
     return f"the installed megatron-core {installed} does not have this setting ({option.since_words} has it)"
-
-
-def _check_selective_checkpoints(settings: MemorySettings, scenario: Scenario) -> None:
-    if settings.selective_ac and scenario.architecture.routes and scenario.state.model_classes != "transformers":
-        raise RuleError(
-            f"selective_ac is True with model_classes {scenario.state.model_classes!r} and experts, which memlab does "
-            "not predict together: choose recompute_granularity full without it, or model_classes transformers",
-            *("selective_ac", "model_classes"),
-        )
 
 
 def _check_offload_groups(settings: MemorySettings, scenario: Scenario) -> None:

@@ -11,11 +11,10 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache
-from numbers import Integral
 from types import NoneType
 from typing import Any, Literal, NoReturn, get_args, get_type_hints
 
-from memlab.config.validation import RuleError, check_number, check_whole_number, shortened
+from memlab.config.validation import RuleError, check_number, check_whole_number, plain_whole_number, shortened
 
 Rebuilt = Literal["nothing", "optimizer", "model"]
 """The part that a change of the training state builds again; a model is rebuilt with its optimizer."""
@@ -145,7 +144,9 @@ def options_of(cls: type) -> dict[str, Option]:
 
 
 def check_options(settings: Any, prefix: str = "") -> None:
-    """Checks the type, the choices and the range of each option of an object, and makes numpy's whole numbers Python's.
+    """Checks the type, the choices and the range of each option of an object, and makes other whole numbers Python's.
+
+    Those of numpy and of torch are such others.
 
     Args:
         settings: The object.
@@ -159,8 +160,8 @@ def check_options(settings: Any, prefix: str = "") -> None:
         if name not in own:
             continue  # of an object that has checked itself
         value = getattr(settings, name)
-        if one.kind == "whole" and isinstance(value, Integral) and not isinstance(value, int):
-            object.__setattr__(settings, name, value := int(value))
+        if one.kind == "whole":
+            object.__setattr__(settings, name, value := plain_whole_number(value))
         name = prefix + name  # noqa: PLW2901
         if value is None and one.may_be_none:
             continue
@@ -233,6 +234,12 @@ def checked_modules(one: Option, value: object) -> tuple[str, ...] | None:
             f"{name} is an empty list: name at least one of {', '.join(choices)}, or leave {name} out", name
         )
     unknown = [module for module in given if module not in choices]
+    meant = [str(module).lower().replace("-", "_") for module in unknown]
+    if unknown and {*meant} <= {*choices}:
+        raise RuleError(
+            f"{name} has {shortened(unknown)}, must be names as Megatron writes them: write {shortened(meant)}",
+            name,
+        )
     if unknown:
         raise RuleError(
             f"{name} has {shortened(unknown)}, which memlab does not model: choose from {', '.join(choices)}",

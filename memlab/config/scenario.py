@@ -60,10 +60,10 @@ _BY_NAME: dict[type, str] = {
 }
 """How else to give what has to be of one of these types."""
 _NOT_BESIDE_OWN_LAYERS = (
-    *("attention_backend", "fp8_format", "mtp_num_layers", "create_attention_mask"),
-    *("reference_model", "num_labels"),
+    *("dtype", "context_parallel_size", "packed_sequences", "lora_rank", "attention_backend", "fp8_format"),
+    *("mtp_num_layers", "create_attention_mask", "reference_model", "num_labels"),
 )
-"""Options of the training state that memlab does not predict beside Megatron's own layers."""
+"""Options that memlab does not predict beside Megatron's own layers."""
 LONGEST_OF_SOFTMAX_KERNEL = 4096
 """Keys for which Megatron has its own kernel of the softmax."""
 _MOST_TOKENS_OF_A_MICRO_BATCH = 2**26
@@ -389,7 +389,7 @@ class Scenario(Fsdp2Rules):
         """Refuses what memlab does not predict of Megatron's own layers, and sizes without its kernel of softmax."""
         if self.state.transformer_impl != "local":
             return
-        model, state = self.architecture, self.state
+        model = self.architecture
         others = (
             ("num_moe_experts", model.num_moe_experts, model.routes),
             ("multi_latent_attention", True, model.multi_latent_attention),
@@ -397,11 +397,7 @@ class Scenario(Fsdp2Rules):
             ("normalization", model.normalization, model.normalization != "LayerNorm"),
             ("softmax_type", model.softmax_type, model.softmax_type != "vanilla"),
             ("window_size", model.window_size, model.window_size is not None),
-            ("dtype", self.dtype, self.dtype != "bf16"),
-            ("context_parallel_size", self.layout.context_parallel_size, self.layout.context_parallel_size > 1),
-            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
-            ("lora_rank", state.lora and state.lora.rank, state.lora is not None),
-            *((name, getattr(state, name), name in state.changed()) for name in _NOT_BESIDE_OWN_LAYERS),
+            *self.changed_among(*_NOT_BESIDE_OWN_LAYERS),
         )
         advice = "choose transformer_engine, or leave the other out"
         refuse_beside("transformer_impl is 'local' with", "transformer_impl", others, advice)
@@ -443,10 +439,7 @@ class Scenario(Fsdp2Rules):
         model, layout = self.architecture, self.layout
         ranks = layout.context_parallel_size
         groups = max(1, model.num_query_groups // layout.tensor_model_parallel_size)  # more ranks share a head of keys
-        others = (
-            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
-            ("dtype", self.dtype, self.dtype == "fp32"),
-        )
+        others = self.changed_among("packed_sequences", "dtype")
         refuse_beside("cp_comm_type is 'a2a' with", "cp_comm_type", others, "choose p2p, or context_parallel_size 1")
         if groups % ranks:
             raise RuleError(
@@ -531,13 +524,8 @@ class Scenario(Fsdp2Rules):
                 "linears of each pipeline stage",
                 "lora_target_modules",
             )
-        if lora.adapts(OUTPUT_LAYER) and self.architecture.share_embeddings_and_output_weights:
-            raise RuleError(
-                f"lora_target_modules is {shortened(list(lora.target_modules))}, which names the output layer of "
-                f"{self.architecture.name}, whose weight is the embedding's, beside which memlab does not predict "
-                "adapters: name other linears, or give lora_exclude_modules output_layer",
-                *("lora_target_modules", "lora_exclude_modules"),
-            )
+        if lora.adapts(OUTPUT_LAYER):
+            self.check_output_layer_with_adapter(lora)
         self._check_linears_with_adapters(lora)
         if lora.library == "mcore_bridge" and layout.expert_tensor_size > 1 and self.architecture.routes:
             raise RuleError(
@@ -630,10 +618,9 @@ class Scenario(Fsdp2Rules):
                 )
         if not self.state.create_attention_mask:
             return
-        ranks, backend = self.layout.context_parallel_size, self.state.attention_backend
+        backend = self.state.attention_backend
         others = (
-            ("packed_sequences", self.packed_sequences, self.packed_sequences is not None),
-            ("context_parallel_size", ranks, ranks > 1),
+            *self.changed_among("packed_sequences", "context_parallel_size"),
             ("attention_backend", backend, backend == "unfused"),
         )
         refuse_beside("create_attention_mask is True with", "create_attention_mask", others, "leave one of them out")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import index
+from typing import Any
 
 MOST_LAYERS = 10_000
 """The deepest model that memlab accepts, ten times the deepest ones that were trained."""
@@ -35,6 +37,14 @@ def is_whole_number(value: object, at_least: int = 1, at_most: int | None = None
     if not isinstance(value, int) or isinstance(value, bool):
         return False
     return at_least <= value and (at_most is None or value <= at_most)
+
+
+def plain_whole_number(value: Any) -> Any:
+    """Returns a whole number of numpy or torch as Python's, and everything else as it is."""
+    try:
+        return value if isinstance(value, int) else index(value)
+    except TypeError:
+        return value
 
 
 class RuleError(ValueError):

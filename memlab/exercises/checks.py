@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, ValuesView
+from decimal import Decimal
 from numbers import Real
 from typing import Any, overload
 
@@ -58,7 +60,7 @@ def check(measured: Any) -> Goals:
     if functions and all(map(callable, functions)):
         return CodeCheck(functions)
     numbers = _plain(measured)
-    if numbers and all(isinstance(number, Real) and not isinstance(number, bool) for number in numbers):
+    if numbers and all(isinstance(number, (Real, Decimal)) and not isinstance(number, bool) for number in numbers):
         return FormulaCheck([number if isinstance(number, int) else float(number) for number in numbers], measured)
     kind = type(measured).__name__
     if isinstance(measured, Iterable) and not isinstance(measured, (str, bytes)):
@@ -94,10 +96,11 @@ def _unwrapped(measured: Any) -> Any:
 
 def _plain(measured: Any) -> list[Any]:
     """Returns numbers as Python has them: numpy's and torch's arrays and scalars have a method for that."""
-    values = measured.tolist() if hasattr(measured, "tolist") else measured
+    flat = measured.reshape(-1) if hasattr(measured, "reshape") else measured  # a column has one number per row
+    values = flat.tolist() if hasattr(flat, "tolist") else flat
     is_row = isinstance(values, (Sequence, Iterator, ValuesView)) and not isinstance(values, (str, bytes))
     values = list(values) if is_row else [values]
-    return [value.item() if getattr(value, "shape", None) == () else value for value in values]
+    return [value.item() if math.prod(getattr(value, "shape", (0,))) == 1 else value for value in values]
 
 
 def failure(call: Callable[[], object]) -> str:

@@ -22,6 +22,8 @@ _OF_MODEL = "model has the lists buffers and expert_parallel_buffers, and what y
 """What to do about an attribute that the model does not have."""
 _SWAPPED = "your load frees the gradients: if it is the release, write check((release, load))"
 """What to do if a load that nothing preceded frees everything, as a release does."""
+_ON_DEVICE = "the gradients are on the device: call resize_ only on a storage that is empty, whose size() is 0"
+"""What to do if a load that nothing preceded takes memory away."""
 _IDLE = "your release frees no byte: empty the storage of each grad_data with resize_(0)"
 """What to do if the first release did nothing."""
 _OF_CURVE = "a step of this run has only static_bytes, peak_allocated_bytes and residual_bytes: judge by these"
@@ -36,8 +38,9 @@ _RULES = {
 }
 """What makes a run what it is."""
 _OF_LOAD = (
-    "the size has to be stored before the storage is emptied, and in the same unit; a load calls resize_ with it, and "
-    "then zero_()"
+    "a release stores the size before it empties the storage, and a second release must not store 0; where a "
+    "storage is empty, its size() is 0, and a load calls resize_ with the stored size, in the same unit, and then "
+    "zero_()"
 )
 """What to do if a load does not give the gradients their memory back."""
 _SYNCS = (("with", True, 1.0), ("over a slower link, with", True, 2.0), ("without", False, 1.0))
@@ -63,7 +66,7 @@ class CodeCheck(Goals):
             return self.goal(False, "the check got one function, must get two", "write check((release, load))")
         release, load = self._functions
         calls = (
-            ("load, before anything was released", lab.load, "the gradients are on the device: leave them as they are"),
+            ("load, before anything was released", lab.load, _ON_DEVICE),
             ("release", lab.offload, "Megatron keeps buffers in two lists: buffers and expert_parallel_buffers"),
             ("a second release right after it", lab.offload, "the storage is empty then, and so is its size"),
             ("load", lab.load, _OF_LOAD),

@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Self
 
 from memlab.analysis.loss_tolerance import loss_tolerance
-from memlab.config.option import options_of
 from memlab.config.scenario import Scenario
 from memlab.config.settings import KEPT_ON_HOST, MemorySettings
 from memlab.config.training_state import TrainingState
-from memlab.config.validation import shortened
+from memlab.config.validation import RuleError, shortened
 from memlab.config.versions import Versions
+from memlab.config.without_effect import of_state
 from memlab.exercises.audits import ResidencyCheck
 from memlab.exercises.goals import Goals, listed
 from memlab.fitting.outside_torch import outside_torch_of
@@ -58,7 +58,7 @@ class Check(Goals):
                 had no effect or works against the goal, the line says why instead.
         """
         now = self._record.peak_allocated_bytes
-        hint = self._no_effect() or self._keeps_more() or hint or self._largest()
+        hint = self._no_effect() or self._keeps_more(hint) or hint or self._largest()
         what = "the peak of the step"
         if isinstance(self._record, JobRecord):
             what = f"the highest peak, that of rank {self._record.worst_rank},"
@@ -71,7 +71,7 @@ class Check(Goals):
             num_bytes: The limit.
             hint: As for `peak_below`.
         """
-        hint = self._no_effect() or self._start_fell() or self._keeps_more() or hint or self._largest()
+        hint = self._no_effect() or self._start_fell() or self._keeps_more(hint) or hint or self._largest()
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, hint)
 
     def fits(self, gpu_memory: str, hint: str = "") -> Self:
@@ -260,12 +260,12 @@ class Check(Goals):
         Args:
             state: The training state that the exercise begins with.
             at_most: How many fields of `TrainingState` may have another value. A field that nothing reads without one
-                of them, such as ``cross_entropy_fusion_impl``, does not count.
+                of the others, such as ``cross_entropy_fusion_impl``, does not count.
         """
         mine = self._record.scenario.state
         added = [field.name for field in fields(state) if getattr(mine, field.name) != getattr(state, field.name)]
-        rows = options_of(TrainingState)
-        counted = [name for name in added if not (name in rows and rows[name].needs in added)]
+        idle = {other for name in added for other in _idle_in(mine, name, getattr(state, name))} - {*of_state(mine)}
+        counted = [name for name in added if name not in idle]
         if len(counted) <= at_most:
             return self.goal(True, f"options that differ from those of the exercise: {listed(added) or 'none'}")
         named = f"{len(counted)} ({listed(counted)})"
@@ -395,12 +395,17 @@ class Check(Goals):
                 return f"recompute of {module} had no effect: {reason}"
         return ""
 
-    def _keeps_more(self) -> str:
-        """Says that recompute of attention's core works against the goal, if it is recomputed as a single module."""
+    def _keeps_more(self, hint: str) -> str:
+        """Says that recompute of attention's core works against the goal, if it is recomputed as a single module.
+
+        Args:
+            hint: What else to do; empty if the exercise says nothing.
+        """
         settings = self._record.settings
         if settings.recompute_granularity != "selective" or "core_attn" not in (settings.recompute_modules or ()):
             return ""
-        return "with fused attention, recompute of core_attn makes a layer keep more (lab 02): leave it out"
+        why = "with fused attention, recompute of core_attn makes a layer keep more (lab 02): leave it out"
+        return f"{why}; {hint}" if hint else why
 
     def _start_fell(self) -> str:
         """Says why the activation peak rose, if parameters, gradients or optimizer state leave between steps."""
@@ -522,6 +527,15 @@ class RefusedCheck(Goals):
         if not (hasattr(Check, goal) or hasattr(ResidencyCheck, goal)):
             raise AttributeError(f"a check has no goal {goal!r}")
         return lambda *_arguments, **_options: self
+
+
+def _idle_in(state: TrainingState, name: str, value: object) -> set[str]:
+    """Returns the other options of a state that do nothing, or are refused, if one has another value."""
+    try:
+        idle = {*of_state(replace(state, **{name: value}))}  # type: ignore[arg-type]  # the value of another state
+    except RuleError as error:
+        idle = {*error.fields[:1]}
+    return idle - {name}
 
 
 def _parts(scenario: Scenario) -> Iterator[tuple[str, tuple[str, object]]]:

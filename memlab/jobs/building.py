@@ -21,7 +21,7 @@ from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.adapters import LORA, PASS_WITHOUT_ADAPTERS
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
-from memlab.jobs.frameworks.keys import CONVERSIONS, SWITCH, Effect, Missing, refusal
+from memlab.jobs.frameworks.keys import CONVERSIONS, SWITCH, Effect, Missing
 from memlab.jobs.frameworks.user_buffers import complete_user_buffers
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
@@ -153,8 +153,7 @@ def _count_ends_as_layers(reading: Reading, num_layers: int) -> None:
     if not counted:
         return
     if stages <= 1:
-        reading.without_effect |= {one.key: "the model has one pipeline stage" for one in counted}
-        reading.not_modelled = [one for one in reading.not_modelled if one not in counted]
+        reading.model(lambda key: key.rpartition(".")[2] in _COUNTED, "the model has one pipeline stage")
         return
     keys = ", ".join(one.key for one in counted)
     if any(values.get(field) is not None for field in (*_COUNTED.values(), "pipeline_model_parallel_layout")):
@@ -338,8 +337,7 @@ def _of_hybrid(reading: Reading, architecture: Architecture, versions: Versions)
         )
     if reading.values.get("packed_sequences") is None:
         return versions
-    keys = [one.key for one in reading.taken if one.field == "packed_sequences"]
-    reading.taken = [one for one in reading.taken if one.field != "packed_sequences"]
+    keys = reading.take_back("packed_sequences")
     reason = "a row has several sequences, which memlab predicts as one where layers are Mamba"
     reading.miss(keys[0] if keys else "packed_sequences", "either", reason)
     reading.values["packed_sequences"] = None
@@ -363,8 +361,7 @@ def _drop_beside_biases(reading: Reading, architecture: Architecture) -> None:
         if values.get(field) is None:
             continue
         # Megatron-Bridge's and NeMo-RL's section of adapters is their key, and has a default rank.
-        keys = [one.key.removesuffix(".dim") for one in reading.taken if one.field == field]
-        reading.taken = [one for one in reading.taken if one.field != field]
+        keys = [key.removesuffix(".dim") for key in reading.take_back(field)]
         reading.miss(keys[0] if keys else "peft", effect, reason)
         values[field] = None
 
@@ -392,9 +389,8 @@ def _complete_exchange(reading: Reading, layout: Layout) -> None:
                 name,
             )
     if values.get(option) != "flex" or values.get("moe_flex_dispatcher_backend") == "hybridep":
-        for one in [one for one in reading.not_modelled if one.key.endswith("moe_flex_dispatcher_num_sms")]:
-            reading.not_modelled.remove(one)
-            reading.without_effect[one.key] = "only DeepEP's buffers grow with it"
+        of_deep_ep = "moe_flex_dispatcher_num_sms"
+        reading.model(lambda key: key.endswith(of_deep_ep), "only DeepEP's buffers grow with it")
     if values.get(option) != "flex":
         return
     ranks = layout.expert_model_parallel_size * layout.expert_tensor_size
@@ -402,8 +398,7 @@ def _complete_exchange(reading: Reading, layout: Layout) -> None:
     has_none = library in reading.entries.by_key and reading.get(library) is None
     if ranks > 1 and not has_none:
         return
-    key = next((one.key for one in reading.taken if one.field == option), option)
-    reading.taken = [one for one in reading.taken if one.field != option]
+    key = next(iter(reading.take_back(option)), option)
     values[option] = "alltoall"
     if has_none:
         reading.take(key, option, "alltoall")
@@ -465,11 +460,8 @@ def _note_latent_attention(reading: Reading, architecture: Architecture) -> None
 
 def _drop_overlap(reading: Reading, scenario: Scenario) -> None:
     """Moves what concerns an interleaved pipeline, where a job has none, to what has no effect."""
-    if scenario.layout.virtual_pipeline_model_parallel_size > 1:
-        return
-    for one in [one for one in reading.not_modelled if one.key.rpartition(".")[2] == "overlap_p2p_comm"]:
-        reading.not_modelled.remove(one)
-        reading.without_effect[one.key] = "the pipeline is not interleaved"
+    if scenario.layout.virtual_pipeline_model_parallel_size == 1:
+        reading.model(lambda key: key.rpartition(".")[2] == "overlap_p2p_comm", "the pipeline is not interleaved")
 
 
 _READ_IN_FP8 = (
@@ -482,17 +474,16 @@ bf16 it keeps no copy of a weight at all (``quantize_weight`` in ``pytorch/modul
 
 def _drop_what_fp8_reads(reading: Reading, state: TrainingState) -> None:
     """Moves what says how FP8 is computed, where a job computes in neither FP8 nor FP4, to what has no effect."""
-    by_name = [(one.key.rpartition(".")[2], one) for one in reading.not_modelled]
-    if any(name in ("fp4", "fp4_format") or "nvfp4" in str(one.value) for name, one in by_name):
+    if any(
+        one.key.rpartition(".")[2] in ("fp4", "fp4_format") or "nvfp4" in str(one.value) for one in reading.not_modelled
+    ):
         return
     unread: tuple[str, ...] = _READ_IN_FP8
     reason = "nothing is computed in FP8"
     if state.fp8_format is not None:
         # A weight that is FP8 is not quantized in any micro-batch.
         unread, reason = _READ_IN_FP8[:1] * state.fp8_param_gather, "the weights themselves are FP8"
-    for one in [one for name, one in by_name if name in unread]:
-        reading.not_modelled.remove(one)
-        reading.without_effect[one.key] = reason
+    reading.model(lambda key: key.rpartition(".")[2] in unread, reason)
 
 
 def _check_whole_sequences(reading: Reading, layout: Layout, seq_length: int) -> None:
@@ -750,10 +741,7 @@ def _allocator(reading: Reading) -> AllocatorSettings:
     for option in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", text[:_LONGEST_ALLOCATOR]):
         name, _, value = (part.strip() for part in option.partition(":"))
         if name in _ALLOCATOR_OPTIONS:
-            try:
-                values[name] = _ALLOCATOR_OPTIONS[name].read(parse_scalar(value))
-            except ValueError as error:
-                raise refusal(variable, name, value, error) from error
+            values[name] = _ALLOCATOR_OPTIONS[name].checked(variable, name, parse_scalar(value))
         elif name and not name.startswith(_NOT_OF_DEVICE_MEMORY):
             missing = _ALLOCATOR_MISSING.get(name, _UNKNOWN_OPTION)
             if missing.is_on(value):

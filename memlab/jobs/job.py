@@ -507,15 +507,11 @@ def _drop_experts(reading: Reading, architecture: Architecture, *, is_own: bool)
         return
     if is_own:
         check_expert_ranks(reading, architecture)
-    for taken in [one for one in reading.taken if one.field in _OF_EXPERTS]:
-        reading.values.pop(taken.field, None)
-        reading.taken.remove(taken)
-        if taken.place != "default":
-            reading.without_effect[taken.key] = "the model has no experts"
-    for one in [one for one in reading.not_modelled if "moe_" in one.key.rpartition(".")[2]]:
-        reading.not_modelled.remove(one)
-        if one.place != "default":
-            reading.without_effect[one.key] = "the model has no experts"
+    reason = "the model has no experts"
+    for field in [one.field for one in reading.taken if one.field in _OF_EXPERTS]:
+        reading.values.pop(field, None)
+        reading.take_back(field, reason)
+    reading.model(lambda key: "moe_" in key.rpartition(".")[2], reason)
 
 
 def _drop_shared_experts(reading: Reading, architecture: Architecture) -> None:
@@ -526,20 +522,13 @@ def _drop_shared_experts(reading: Reading, architecture: Architecture) -> None:
     if architecture.moe_shared_expert_intermediate_size:
         return
     reading.values.pop("moe_shared_expert_overlap", None)
-    for one in [one for one in reading.taken if one.field == "moe_shared_expert_overlap"]:
-        reading.taken.remove(one)
-        if one.place != "default":
-            reading.without_effect[one.key] = "the model has no shared experts"
+    reading.take_back("moe_shared_expert_overlap", "the model has no shared experts")
 
 
 def _drop_engine(reading: Reading) -> None:
     """Moves what concerns an inference engine alone, where that has other GPUs, to what has no effect."""
-    if reading.rollout is None or reading.rollout.is_colocated:
-        return
-    for one in [one for one in reading.not_modelled if is_of_inference_engine(one.key)]:
-        reading.not_modelled.remove(one)
-        if one.place != "default":
-            reading.without_effect[one.key] = "the inference engine has other GPUs than the training"
+    if reading.rollout is not None and not reading.rollout.is_colocated:
+        reading.model(is_of_inference_engine, "the inference engine has other GPUs than the training")
 
 
 def _hashable(missing: list[NotModelled]) -> list[NotModelled]:

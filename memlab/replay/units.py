@@ -36,8 +36,8 @@ class Units:
         self._places = [self._places_of(number) for number in range(len(self.layers))]
         self._without_gradient = [_without_gradient(chunk.module) for chunk in live.chunks]
         self._units: dict[tuple[int, ...], Unit] = {}
-        self._settings = MemorySettings()
-        """What units see of the settings."""
+        self._seen = {is_checkpoint: MemorySettings() for is_checkpoint in (False, True)}
+        """What units see of the settings: those that are checkpoints, and the others."""
         self.num_recomputed = 0
         """Layers of checkpoints."""
 
@@ -79,9 +79,8 @@ class Units:
         del self.layers
 
     def apply(self, settings: MemorySettings) -> None:
-        """Notes the settings. How many layers are recomputed decides which units there are, but not what one does."""
-        is_full = settings.recompute_granularity == "full"
-        self._settings = replace(settings, recompute_num_layers=1 if is_full else None)
+        """Notes the settings, without what decides which units there are, but not what one does."""
+        self._seen = {is_checkpoint: _seen_by(settings, is_checkpoint) for is_checkpoint in (False, True)}
 
     def divide(self, live: LiveModel, *, opens: bool) -> None:
         """Divides the layers as Megatron's transformer block does under the current settings.
@@ -122,7 +121,8 @@ class Units:
         for unit in units:
             of_layers = (self.kinds_of_layers[layer] for layer in unit.layers)
             is_in_front = unit.layers[0] < self._without_gradient[chunk]
-            kind = chunk, num_in_checkpoint, unit.is_checkpoint, is_in_front, self._settings, *of_layers
+            is_full = unit.is_checkpoint or unit.is_in_checkpoint
+            kind = chunk, num_in_checkpoint, unit.is_checkpoint, is_in_front, self._seen[is_full], *of_layers
             unit.kind = self._kinds.setdefault(kind, len(self._kinds))
         kinds = [NO_UNIT, *(unit.kind for unit in units), NO_UNIT]
         num_equal = Counter[tuple[int, int, int]]()
@@ -162,6 +162,28 @@ def enter_layers(labels: Labels, layers: Iterable[int]) -> None:
     for layer in layers:
         labels.enter_module(labels.code(f"decoder.layers.{layer}"))
     labels.module = outer
+
+
+def _seen_by(settings: MemorySettings, is_full: bool) -> MemorySettings:
+    """Returns what a unit sees of the settings: not how Megatron's block divides its layers into checkpoints.
+
+    Nor does it see what is on the host between two steps, or until the update. Where a step offloads activations, the
+    recompute of checkpoints adds groups to those of all layers, and decides when their copies are brought back.
+    """
+    seen = replace(
+        settings,
+        offload_parameters=False,
+        offload_gradients=False,
+        offload_optimizer=False,
+        offload_optimizer_except_update=False,
+    )
+    if settings.recompute_granularity != "full":
+        return seen
+    if settings.offload_modules:
+        return replace(seen, recompute_num_layers=1)
+    if is_full:
+        return replace(seen, recompute_method="uniform", recompute_num_layers=1)
+    return replace(seen, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
 
 
 def _without_gradient(model: Any) -> int:

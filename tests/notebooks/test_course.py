@@ -253,6 +253,9 @@ def test_the_course_of_a_small_folder_of_labs(
         "runs",
         "nbgrader_config.py",
     }
+    assert not [
+        path for of in ("student", "solutions") for path in (course / of).rglob("*") if "teaching" in path.parts
+    ]
     wanted = "--extra-index-url https://download.pytorch.org/whl/cpu\nhttps://example.org/memlab.whl\n"
     assert (course / "binder" / "requirements.txt").read_text() == wanted
     assert "https://example.org/memlab.whl" in read_notebook(course / "student" / "01_small.ipynb").cells[0].source
@@ -269,6 +272,11 @@ def test_a_course_has_the_files_to_which_its_pages_link(tmp_path: Path, monkeypa
     shutil.copytree(ROOT / "labs", labs, ignore=shutil.ignore_patterns("*.ipynb", "*.jsonl"))
     monkeypatch.setattr("memlab.commands.course.labs_folder", lambda: labs)
     assert main(["course", str(tmp_path / "course")]) == 0
+    assert not list((tmp_path / "course" / "student").rglob("lecture_*")), (
+        "plans tell outcomes, and which answer is right"
+    )
+    log, of_teacher = ((tmp_path / "course" / of / "LOG.md").read_text() for of in ("student", "solutions"))
+    assert "xercise 2 of lab" in of_teacher and "xercise 2 of lab" not in log, "the log tells answers"
     pages = sorted((tmp_path / "course").glob("s*/**/*.md"))
     links = {page: re.findall(r"\]\(([^)#:\s]+)[)#]", page.read_text()) for page in pages}
     assert sum(map(len, links.values())) > 20

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from textwrap import indent
 from typing import Any
 
@@ -129,6 +131,16 @@ WRONG_MOVES = {
     ),
     "only the experts": (RELEASE.replace(ALL, "model.expert_parallel_buffers"), LOAD, "held by buffers.grad_data"),
     "the experts not loaded": (RELEASE, LOAD.replace(ALL, "model.buffers"), "after load, the audit finds: gradients"),
+    "the inverted condition, the size taken from the tensor": (
+        RELEASE,
+        LOAD.replace("== 0", "> 0").replace("buffer.grad_data_size", "buffer.grad_data.numel()"),
+        "where a storage is empty, its size() is 0, and a load calls resize_",
+    ),
+    "a size that a second release overwrites with 0": (
+        f"for b in {ALL}:\n    b.mine = b.grad_data.storage().size()\n    b.grad_data.storage().resize_(0)",
+        f"for b in {ALL}:\n    if getattr(b, 'mine', 0): b.grad_data.storage().resize_(b.mine); b.grad_data.zero_()",
+        "a second release must not store 0",
+    ),
     "the inverted condition": (RELEASE, LOAD.replace("== 0", "> 0"), "load, before anything was released: your"),
     "the same with a guard": (RELEASE, LOAD.replace("== 0", "> 0 and buffer.grad_data_size"), "was not brought back"),
     "the size not stored": (RELEASE.replace("buffer.grad_data_size = storage.size()", "pass"), LOAD, "has 0 bytes"),
@@ -178,7 +190,7 @@ WRONG_MOVES = {
     "a load without a condition": (
         RELEASE,
         f"for b in {ALL}:\n    b.grad_data.storage().resize_(b.grad_data_size)\n    b.grad_data.zero_()",
-        "Hint: the gradients are on the device: leave them as they are",
+        "Hint: the gradients are on the device: call resize_ only on a storage that is empty, whose size() is 0",
     ),
     "an attribute that is not there": (RELEASE, LOAD.replace("grad_data_size", "size"), "no attribute 'size'"),
     "only an if that a guard skips": (
@@ -201,7 +213,7 @@ WRONG_MOVES = {
     "zeroed before it has memory": (
         RELEASE,
         LOAD.replace("storage.resize_(", "buffer.grad_data.zero_(); storage.resize_("),
-        "a load calls resize_ with it, and then zero_()",
+        "a load calls resize_ with the stored size, in the same unit, and then zero_()",
     ),
     "a load that works once": (
         RELEASE,
@@ -668,6 +680,10 @@ def test_the_unseen_runs_are_what_they_say() -> None:
         [np.int64(2), np.float32(5)],
         torch.tensor([2, 5]),
         [torch.tensor(2.0), torch.tensor(5)],
+        np.array([[2], [5]]),
+        torch.tensor([[2.0], [5.0]]),
+        [np.array([2]), torch.tensor([5])],
+        [Decimal(2), Fraction(5)],
     ],
     ids=lambda answer: type(answer).__name__,
 )

@@ -70,8 +70,10 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
     assert check(away).leaves_activations_alone().adds_options_to(TrainingState(), 0)
     fused = with_state(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te")
     assert check(fused).adds_options_to(TrainingState(), 1)
+    in_chunks = with_state(loss="logprobs", logprobs_chunk_size=512)  # no other loss of the lab reads the size
+    assert check(in_chunks).adds_options_to(TrainingState(), 1)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 25
+    assert len(lines) == 26
     assert all(line.startswith("reached: ") for line in lines)
 
 
@@ -354,7 +356,9 @@ def test_recompute_that_raises_the_peak_is_named(capsys: pytest.CaptureFixture[s
         record = with_settings(settings, recomputed_bytes=1)
         for goal in (check(record).peak_below, check(record).activation_peak_below):
             assert not goal(1, "recompute more")
-            assert ("makes a layer keep more (lab 02)" in capsys.readouterr().out) is is_named
+            said = capsys.readouterr().out
+            assert ("makes a layer keep more (lab 02): leave it out; " in said) is is_named
+            assert said.endswith("recompute more.\n"), "without core_attn, the exercise's own hint is what to do next"
 
 
 def test_an_answer_that_is_refused_prints_one_line_and_stops_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from memlab.analysis.diagnosis import worst
 from memlab.cli import build_parser
@@ -300,15 +301,16 @@ def test_biases_of_experts_and_a_norm_of_all_heads_limit_tensor_parallelism(
         Scenario.of(architecture, layout=Layout(**sizes))
 
 
-def test_whole_numbers_of_numpy_make_the_same_layout() -> None:
-    """They come out of an array. Its fractions stay refused, whole ones too."""
-    first, last = np.array([1, 3])
-    ends = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
-    found = Layout(pipeline_model_parallel_size=np.int64(4), **ends)
+@pytest.mark.parametrize("ends", [np.array([1, 3]), torch.tensor([1, 3])], ids=["numpy", "torch"])
+def test_whole_numbers_of_an_array_make_the_same_layout(ends: np.ndarray | torch.Tensor) -> None:
+    """Its fractions stay refused, whole ones too."""
+    first, last = ends
+    sizes = {"num_layers_in_first_pipeline_stage": first, "num_layers_in_last_pipeline_stage": last}
+    found = Layout(pipeline_model_parallel_size=first + last, **sizes)
     assert found == Layout(
         pipeline_model_parallel_size=4, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=3
     )
     assert type(found.num_layers_in_first_pipeline_stage) is type(found.pipeline_model_parallel_size) is int
-    for refused in (np.float64(2.0), np.bool_(True), np.int64(0)):
+    for refused in (np.float64(2.0), np.bool_(True), np.int64(0), torch.tensor(2.0), ends):
         with pytest.raises(RuleError, match="must be a whole number of at least 1"):
             Layout(pipeline_model_parallel_size=refused)

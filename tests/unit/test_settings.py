@@ -13,7 +13,7 @@ from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
-from memlab.config.settings import OFFLOAD_MODULES, MemorySettings, validation_error
+from memlab.config.settings import MODULES, OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings, validation_error
 from memlab.config.validation import RuleError
 
 MOE, DENSE = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
@@ -205,3 +205,7 @@ def test_one_name_that_is_no_list_is_told_to_become_one_only_where_it_is_a_modul
         MemorySettings(offload_modules="core_attn")  # type: ignore[arg-type]
     with pytest.raises(RuleError, match=r"is 'all', must be a list of module names: name some of .*core_attn"):
         MemorySettings(offload_modules="all")  # type: ignore[arg-type]
+
+
+def test_the_settings_say_what_each_module_is() -> None:
+    assert {*MODULES} == {*RECOMPUTE_MODULES, *OFFLOAD_MODULES}

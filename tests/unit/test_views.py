@@ -30,6 +30,7 @@ from memlab.views.figures.compare import compare_figure
 from memlab.views.figures.palette import CATEGORY_LOOKS, INK, PHASE_OPACITIES, series_look
 from memlab.views.figures.resample import AXES, Axis
 from memlab.views.figures.timeline import timeline_figure
+from memlab.views.panel.static_files import page_code
 from memlab.views.text.audits import offload_blocks
 from memlab.views.text.columns import LINE_WIDTH, MINUS, Table, as_html, as_text, in_unit
 from memlab.views.text.compare import compare_blocks, record_names
@@ -92,6 +93,11 @@ def test_palette_stays_apart_for_colour_blind_readers(sight: str, colours: list[
     assert min(seen_distance(one, other, sight) for one, other in combinations(colours, 2)) >= 12
 
 
+def test_no_two_compared_steps_have_a_colour_of_one_name() -> None:
+    """Two violets were 43 apart, far enough for every eye and one word in a sentence."""
+    assert min(seen_distance(*pair, "normal sight") for pair in combinations(SERIES_COLOURS, 2)) >= 50
+
+
 def test_compared_steps_wear_no_category_s_colour() -> None:
     pairs = [(series, category) for series in SERIES_COLOURS for category in CATEGORY_COLOURS]
     assert min(seen_distance(*pair, "normal sight") for pair in pairs) >= 12
@@ -101,6 +107,11 @@ def test_compared_steps_wear_no_category_s_colour() -> None:
 def test_text_and_lines_read_on_light_and_dark_pages(background: str) -> None:
     assert contrast(INK, background) >= 4
     assert min(contrast(colour, background) for colour in SERIES_COLOURS) >= 2.9
+
+
+def test_the_panel_explains_the_pinned_line_in_its_colour() -> None:
+    (line,) = re.findall(r"memlab-pinned-line::before \{[^}]*dashed (#\w+)", page_code("panel.css"))
+    assert line == series_look(4).colour
 
 
 def test_colour_is_never_the_only_sign() -> None:
@@ -631,6 +642,19 @@ def test_the_table_of_the_host_shows_what_stays_there_and_what_grew() -> None:
             ("at the step's end", "8.00", "80.0%"),
         ]
         assert "device" not in table and "40.00" not in table
+
+
+def test_what_grew_is_named_by_its_own_categories_and_not_by_those_of_the_peak() -> None:
+    """As when a copy is pinned again: parameters grow by 2 MiB, and a temporary copy of 2 MiB comes beside them."""
+    step = TimelineBuilder()
+    step.opening("parameters", 2 * MIB, pool="host")
+    for category in ("temporary", "parameters"):
+        step.event(2 * MIB, category, pool="host")
+    rows = re.findall(r"(?m)^  (.*?)  +(\d+\.\d\d) ", show(record_of(step.build()), pool="host").table)
+    assert [row for row in rows if "," in row[0]] == [
+        ("parameters, temporary", "6.00"),
+        ("parameters, temporary", "4.00"),
+    ]
 
 
 def test_record_table_shows_ten_modules_and_the_rest_as_one() -> None:

@@ -30,6 +30,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     FOREACH,
     FROZEN,
     OF_OWN_EXPERTS,
+    OF_SEVERAL_KEYS,
     OF_TOWERS,
     OWN_PLAN,
     PARTS_OF_AUTOMODEL,
@@ -261,7 +262,7 @@ def complete(reading: Reading) -> None:
         reading.miss("loss_fn._target_", "less", _WHOLE_LOGITS)
     del values["has_no_adapters"]
     values.pop("class_of_adapters", None)
-    reading.taken = [one for one in reading.taken if one.field != "has_no_adapters"]
+    reading.take_back("has_no_adapters")
     take_automodel_adapters(reading, "peft", is_on=_trains_adapters(reading))
     _take_release(reading)
 
@@ -335,9 +336,8 @@ def _drop_keys_of_other_ranks(reading: Reading) -> None:
     shares_sequence = values.get("sequence_parallel") or False
     for field, (size, reason) in _OF_RANKS.items():
         values.pop(field, None)
-        for one in [one for one in reading.taken if one.field == field and values[size] in (None, 1)]:
-            reading.taken.remove(one)
-            reading.without_effect[one.key] = reason
+        if values[size] in (None, 1):
+            reading.take_back(field, reason)
     if values["tensor_model_parallel_size"] not in (None, 1):
         values["sequence_parallel"] = shares_sequence
         if is_given(reading.get("distributed.tp_plan")):
@@ -571,24 +571,9 @@ AUTOMODEL = Framework(
     | dict.fromkeys(("offload_parameters", "offload_gradients", "offload_optimizer"), _STAYS)
     | {"offload_optimizer_except_update": _STAYS, "allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     cannot_write_of=cannot_write,
-    without_own_key=frozenset(
-        (
-            "dtype",
-            "model_classes",
-            "lora_fsdp2_library",
-            "lora_enable_input_require_grads",
-            "fp32_sharded_params",
-            "grad_reduce_in_bf16",
-            "adam_implementation",
-            "recompute_granularity",
-            "recompute_method",
-            "recompute_num_layers",
-            "selective_ac",
-            "checkpoint_every",
-            "schedule_runs",
-            FIELD,
-            "virtual_pipeline_model_parallel_size",
-        )
+    without_own_key=OF_SEVERAL_KEYS.union(
+        ("model_classes", "grad_reduce_in_bf16", "adam_implementation"),
+        ("schedule_runs", FIELD, "virtual_pipeline_model_parallel_size"),
     ),
     render=yaml_lines,
     written_with={"reduced": "compute", "compute": "reduced"},

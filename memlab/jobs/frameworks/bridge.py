@@ -252,7 +252,7 @@ def complete(reading: Reading) -> None:
     own = reading.entries.by_key.get("world_size")  # of a recipe, the number that it is named by
     if per_node is not None and (own is None or own.line is not None):
         values["world_size"] = nodes * per_node
-        reading.taken = [one for one in reading.taken if one.field != "world_size"]
+        reading.take_back("world_size")
     recipe = values.pop("recipe")
     known = reading.entries.recipe
     if known:
@@ -599,7 +599,7 @@ def _complete_overlap(reading: Reading) -> None:
     tensor, name = reading.values.get("tensor_model_parallel_size") or 1, f"comm_overlap.{OPTION}"
     if reading.values.get(OPTION) and given.get(name) and (tensor < 2 or not reading.get("model.sequence_parallel")):
         reading.values[OPTION] = False
-        reading.taken = [one for one in reading.taken if one.field != OPTION]
+        reading.take_back(OPTION)
         reading.without_effect[name] = "Megatron-Bridge switches it off without sequence parallelism"
 
 

@@ -43,14 +43,13 @@ def complete_cuda_graphs(reading: Reading, architecture: Architecture) -> None:
         )
     is_tied = architecture.share_embeddings_and_output_weights
     if reading.values.get(_IMPL) == _WHOLE and (is_tied or architecture.routes or _has_other_layers(reading)):
-        (given,) = [each for each in reading.taken if each.field == _IMPL]
-        reading.taken.remove(given)
+        (key,) = reading.take_back(_IMPL)
         reading.values[_IMPL] = "none"
         reason = (
             "with experts, adapters, a reference model, tied embeddings, fp32, unfused attention or offload between "
             "steps memlab predicts no graph of a whole iteration"
         )
-        reading.miss(given.key, "more", reason)
+        reading.miss(key, "more", reason)
 
 
 def _impl_of(one: NotModelled) -> str | None:
@@ -62,7 +61,7 @@ def _impl_of(one: NotModelled) -> str | None:
 
 def _take(reading: Reading, one: NotModelled, impl: str) -> None:
     reading.not_modelled.remove(one)
-    reading.taken = [each for each in reading.taken if each.field != _IMPL]
+    reading.take_back(_IMPL)
     reading.take(one.key, _IMPL, impl)
 
 

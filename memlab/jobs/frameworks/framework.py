@@ -121,8 +121,8 @@ class Reading:
         Raises:
             ValueError: If it is of another kind, with its line.
         """
-        is_given = self.get(key) is not None
-        return _converted(Key(key, "", conversion), self.entries.by_key[key]) if is_given else None
+        value = self.get(key)
+        return None if value is None else conversion.checked(self.entries.by_key[key].place, key, value)
 
     def take(self, key: str, field_name: str, value: Any) -> None:
         """Sets a field from a key that the table cannot express."""
@@ -138,6 +138,28 @@ class Reading:
             f"{entry.place}: {entry.key} is known only when the job runs, so memlab takes {taken}: give it with --set "
             f"{entry.key}=VALUE"
         )
+
+    def take_back(self, field_name: str, reason: str = "") -> list[str]:
+        """Takes no key for a field after all, and returns the keys that there were; its value stays.
+
+        Args:
+            field_name: Of memlab, or as in `Key.field`.
+            reason: Why the keys have no effect; without one, the caller says what becomes of them.
+        """
+        dropped = [one for one in self.taken if one.field == field_name]
+        self.taken = [one for one in self.taken if one.field != field_name]
+        self._note_without_effect(dropped, reason)
+        return [one.key for one in dropped]
+
+    def model(self, keys: Callable[[str], bool], reason: str = "") -> None:
+        """Counts keys as modelled after all; with a reason, as keys without effect."""
+        dropped = [one for one in self.not_modelled if keys(one.key)]
+        self.not_modelled = [one for one in self.not_modelled if not keys(one.key)]
+        self._note_without_effect(dropped, reason)
+
+    def _note_without_effect(self, dropped: Iterable[Taken | NotModelled], reason: str) -> None:
+        """Gives keys a reason, if there is one; what the file does not say is nowhere then."""
+        self.without_effect |= {one.key: reason for one in dropped if reason and one.place != "default"}
 
     def miss(self, key: str, effect: Effect, reason: str) -> None:
         """Notes that something of the job is not modelled."""
@@ -262,7 +284,7 @@ class Framework:
                 if key.conversion is not TEXT:
                     reading.guessed.append(key.name)
                 continue
-            value = _converted(key, entry)
+            value = key.conversion.checked(entry.place, key.name, entry.value)
             if value is None and key.field in calculated:  # by `complete`, which needs a number
                 if key.default is ABSENT:
                     continue  # the field's other key has the default
@@ -332,18 +354,6 @@ class Framework:
 
 
 _NAMES_A_MODEL = ("architecture", "loaded")
-
-
-def _converted(key: Key, entry: Entry) -> Any:
-    """Returns memlab's value of an entry.
-
-    Raises:
-        ValueError: If it is of another kind than the key's, with its line.
-    """
-    try:
-        return key.conversion.read(entry.value)
-    except ValueError as error:
-        raise refusal(entry.place, key.name, entry.value, error) from error
 
 
 def _known_end(value: Any) -> Any:

@@ -26,13 +26,21 @@ EXCHANGE = ("moe_token_dispatcher_type", "moe_flex_dispatcher_backend", "moe_dee
 OF_TOWERS = ("vision_tower", "images_per_sequence", "patches_per_image", "freeze_vision_tower")
 OF_OWN_EXPERTS = ("fake_balanced_gate", "linear_implementation")
 """Options of NeMo Automodel's own classes of models with experts."""
-NO_EXCHANGE = dict.fromkeys(EXCHANGE, "its ranks exchange no tokens of experts") | dict.fromkeys(
-    OF_OWN_EXPERTS, "it builds transformers' classes of models with experts"
+ONLY_OF_AUTOMODEL = (
+    dict.fromkeys(EXCHANGE, "its ranks exchange no tokens of experts")
+    | dict.fromkeys(OF_OWN_EXPERTS, "it builds transformers' classes of models with experts")
+    | dict.fromkeys(("schedule_runs", "return_outputs"), "its jobs with FSDP have no pipeline stages")
+    | dict.fromkeys(OF_TOWERS, "memlab reads its jobs for texts only")
+    | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
 )
-"""For `Framework.cannot_write`, where transformers' classes are built."""
-NO_STAGES = dict.fromkeys(("schedule_runs", "return_outputs"), "its jobs with FSDP have no pipeline stages")
-NO_TOWER = dict.fromkeys(OF_TOWERS, "memlab reads its jobs for texts only")
-"""For `Framework.cannot_write`, where ranks share a model by FSDP, and not by stages."""
+"""For `Framework.cannot_write` of the other frameworks with FSDP."""
+OF_SEVERAL_KEYS = frozenset(
+    (
+        *("dtype", "fp32_sharded_params", "lora_fsdp2_library", "lora_enable_input_require_grads"),
+        *("recompute_granularity", "recompute_method", "recompute_num_layers", "selective_ac", "checkpoint_every"),
+    )
+)
+"""For `Framework.without_own_key`: what `composed_of_fsdp2` makes several keys of, or none."""
 FLASH = "flash_attention_2"
 OUTPUT_LAYER = "lm_head"
 _CLASS_OF_AUTOMODEL = "PeftConfig"
@@ -403,6 +411,24 @@ def own_checkpoints(settings: MemorySettings, title: str) -> Own:
         "selective_ac": (False, reason),
         "checkpoint_every": (None, reason),
     }
+
+
+def own_transformers(scenario: Scenario, title: str) -> Own:
+    """Returns what verl and SkyRL have in common: who shares rows, what is sharded again, and the loss."""
+    state, of_ranks = scenario.state, scenario.state.reshard_after_forward_ranks
+    frees = state.reshard_after_forward != "none"
+    return {
+        "tensor_model_parallel_size": (1, f"{title} has no tensor parallelism with FSDP"),
+        "cp_comm_type": (
+            "a2a" if scenario.layout.context_parallel_size > 1 else "p2p",
+            f"{title}'s ranks that share rows exchange heads (Ulysses)",
+        ),
+        "reshard_after_forward": ("all" if frees else "none", f"{title} shards all layers again, or none"),
+        "reshard_after_forward_ranks": (
+            of_ranks if frees else None,
+            f"{title} has one key for it and for reshard_after_forward",
+        ),
+    } | own_peft(scenario, title)
 
 
 def own_peft(scenario: Scenario, title: str) -> Own:

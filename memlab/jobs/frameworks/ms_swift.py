@@ -330,7 +330,7 @@ def _take_teacher(reading: Reading, student: Architecture) -> None:
     is_server = is_given(get("teacher_model_server")) and values.get("gkd_logits_topk") is not None
     if not is_server and not _takes_own_teacher(reading, student):
         values.pop("gkd_logits_topk", None)
-        reading.taken = [one for one in reading.taken if one.field != "gkd_logits_topk"]
+        reading.take_back("gkd_logits_topk")
         return
     reading.not_modelled = [one for one in reading.not_modelled if one.key not in (key, "rlhf_type")]
     reading.take("rlhf_type", "loss", "jsd")
@@ -438,8 +438,7 @@ def complete(reading: Reading) -> None:
     if kind == "gkd":
         reading.miss("rlhf_type", "more", "the loss compares whole distributions of teacher and student")
     elif values.pop("gkd_logits_topk", None) is not None:
-        reading.taken = [one for one in reading.taken if one.field != "gkd_logits_topk"]
-        reading.without_effect["gkd_logits_topk"] = "only --rlhf_type gkd reads it"
+        reading.take_back("gkd_logits_topk", "only --rlhf_type gkd reads it")
     # With this probability GKD trains on answers of the student, where an engine makes them
     # (``_determine_data_source`` in swift/megatron/trainers/gkd_trainer.py).
     is_on_policy = reading.get("lmbda", 0.5) != 0 and reading.get("use_vllm", default=True) is not False
@@ -452,7 +451,7 @@ def complete(reading: Reading) -> None:
     _complete_task(reading, kind)
     _drop_teacher(reading, kind)
     del values["teacher_model"]  # `_take_teacher` takes it, where the model is known
-    reading.taken = [one for one in reading.taken if one.field != "teacher_model"]
+    reading.take_back("teacher_model")
     has_reference_model = kind == "grpo" and _tuner(reading) == "full"
     _complete_rollout(reading, per_node, kind, is_generating=generates, has_reference_model=has_reference_model)
     rows = values["micro_batch_size"]
@@ -534,7 +533,7 @@ def _complete_task(reading: Reading, kind: str | None) -> None:
         raise CannotStartError("task_type is seq_cls without num_labels, which ms-swift refuses: give num_labels")
     if reading.values["num_labels"] is not None and reading.values.get("mtp_num_layers"):
         reading.values["mtp_num_layers"] = None
-        reading.taken = [one for one in reading.taken if one.field != "mtp_num_layers"]
+        reading.take_back("mtp_num_layers")
         reading.miss(
             "mtp_num_layers", "more", "layers of multi-token prediction beside a head, which memlab leaves out"
         )
@@ -737,10 +736,7 @@ def _variable(reading: Reading, name: str, default: int) -> int:
             f"{name} is known only when the job runs, so memlab takes {default}: replace it in the file by its value"
         )
         return default
-    try:
-        return int(COUNT.read(parse_scalar(text)))
-    except ValueError as error:
-        raise refusal("environment", name, text, error) from error
+    return int(COUNT.checked("environment", name, parse_scalar(text)))
 
 
 def _complete_ranks(reading: Reading) -> int:
@@ -758,10 +754,7 @@ def _complete_ranks(reading: Reading) -> int:
                 f"--set {name}=VALUE"
             )
         else:
-            try:
-                values[field] = COUNT.read(parse_scalar(text))
-            except ValueError as error:
-                raise refusal("environment", name, text, error) from error
+            values[field] = COUNT.checked("environment", name, parse_scalar(text))
     nodes, per_node, ranks = (values.pop(name) for name in ("nodes", "ranks_per_node", "ranks_of_training"))
     if ranks:
         values.setdefault("world_size", ranks)
@@ -790,11 +783,7 @@ def _complete_extra(reading: Reading) -> None:
         key = f"{_EXTRA}.{name}"
         reading.entries.add(key, value, entry.line)
         if name in known:
-            try:
-                taken = known[name].conversion.read(value)
-            except ValueError as error:
-                raise refusal(entry.place, key, value, error) from error
-            reading.take(key, known[name].field, taken)
+            reading.take(key, known[name].field, known[name].conversion.checked(entry.place, key, value))
         for row in (row for row in _NOT_MODELLED if row.name == name):
             reading.known.add(key)
             try:

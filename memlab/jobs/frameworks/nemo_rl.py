@@ -376,12 +376,10 @@ def take_phases(
     values = reading.values
     bucket = values.pop("bucket", None)
     if is_colocated:
-        for one in [one for one in reading.not_modelled if one.key.endswith(_REFIT_BUFFERS)]:
-            reading.not_modelled.remove(one)
-            reading.without_effect[one.key] = "the process that starts the workers reads it for an engine on their GPUs"
+        reason = "the process that starts the workers reads it for an engine on their GPUs"
+        reading.model(lambda key: key.endswith(_REFIT_BUFFERS), reason)
     if bucket and not is_colocated:
-        reading.taken = [one for one in reading.taken if one.field != "bucket"]
-        reading.without_effect["policy.refit_buffer_size_gb"] = "only an engine on the training's GPUs has this buffer"
+        reading.take_back("bucket", "only an engine on the training's GPUs has this buffer")
     if not generates:
         for name in ("engine_share", "engine_ranks", "frees_optimizer", "moves_for_teacher"):
             values.pop(name, None)
@@ -416,9 +414,8 @@ def take_phases(
 
 def _drop_filters(reading: Reading) -> None:
     """Moves what filters the logits of a policy gradient to what has no effect, for a loss that reads others."""
-    for one in [one for one in reading.not_modelled if one.reason == _FILTERED_LOGITS]:
-        reading.not_modelled.remove(one)
-        reading.without_effect[one.key] = "the loss of distillation reads the logits as they are"
+    filters = [one.key for one in reading.not_modelled if one.reason == _FILTERED_LOGITS]
+    reading.model(filters.__contains__, "the loss of distillation reads the logits as they are")
 
 
 def _note_skipped_passes(reading: Reading) -> None:
@@ -503,11 +500,7 @@ def _take_engine(reading: Reading) -> tuple[str, str]:
         given = [f"{_GENERATION}.{name}" for name in names if reading.entries.get(f"{_GENERATION}.{name}") is not None]
         for name in given:
             number = NUMBER if field_name == "engine_share" else COUNT
-            try:
-                value = number.read(reading.get(name))
-            except ValueError as error:
-                entry = reading.entries.by_key[name]
-                raise refusal(entry.place, name, entry.value, error) from error
+            value = reading.converted(name, number)
             reading.take(name, field_name, value * (values[field_name] if name != given[0] else 1))
     # vLLM's expert parallel ranks are its tensor parallel ranks times its data parallel ones (vllm_generation.py).
     experts, tensor = (
@@ -619,11 +612,7 @@ def _take_nodes_of_teachers(reading: Reading) -> int:
 
 def _whole(reading: Reading, key: str, default: int = 0) -> int:
     """Returns a number of nodes or GPUs, which changes how many are left for the training."""
-    try:
-        value = COUNT.read(reading.get(key))
-    except ValueError as error:
-        entry = reading.entries.by_key[key]
-        raise refusal(entry.place, key, entry.value, error) from error
+    value = reading.converted(key, COUNT)
     return default if value is None else int(value)
 
 

@@ -20,9 +20,8 @@ from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
     FOREACH,
     FROZEN,
-    NO_EXCHANGE,
-    NO_STAGES,
-    NO_TOWER,
+    OF_SEVERAL_KEYS,
+    ONLY_OF_AUTOMODEL,
     OWN_PLAN,
     PARTS_OF_AUTOMODEL,
     Own,
@@ -396,10 +395,7 @@ NEMO_RL_DTENSOR = Framework(
     compose=compose,
     packs=is_packed,
     cannot_write=dict.fromkeys(_DECIDED, _SHARDS)
-    | NO_EXCHANGE
-    | NO_STAGES
-    | NO_TOWER
-    | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
+    | ONLY_OF_AUTOMODEL
     | {
         "grad_reduce_in_bf16": "NeMo-RL reduces gradients in fp32",
         "cp_comm_type": "torch's context_parallel, which NeMo-RL calls, exchanges keys and values",
@@ -408,13 +404,9 @@ NEMO_RL_DTENSOR = Framework(
         "offload_optimizer_except_update": "NeMo-RL loads the optimizer state before the step",
     },
     cannot_write_of=cannot_write,
-    without_own_key=frozenset(
-        (
-            *("dtype", "fp32_sharded_params", "adam_implementation", "reshard_after_forward", "attn_implementation"),
-            *("offload_parameters", "offload_gradients", "offload_optimizer"),
-            *("recompute_granularity", "recompute_method", "recompute_num_layers", "selective_ac", "checkpoint_every"),
-            *("lora_fsdp2_library", "lora_enable_input_require_grads"),
-        )
+    without_own_key=OF_SEVERAL_KEYS.union(
+        ("adam_implementation", "reshard_after_forward", "attn_implementation"),
+        ("offload_parameters", "offload_gradients", "offload_optimizer"),
     ),
     render=yaml_lines,
 )

@@ -17,9 +17,8 @@ from memlab.config.validation import is_whole_number, shortened
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
-    NO_EXCHANGE,
-    NO_STAGES,
-    NO_TOWER,
+    OF_SEVERAL_KEYS,
+    ONLY_OF_AUTOMODEL,
     RESHARDING,
     Own,
     attention_key,
@@ -28,7 +27,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     composed_of_fsdp2,
     of_other_values,
     own_checkpoints,
-    own_peft,
+    own_transformers,
     peft_keys,
     take_attention,
     take_checkpointed_layers,
@@ -324,44 +323,27 @@ def own_engine(scenario: Scenario) -> Own:
     frees = state.reshard_after_forward != "none"
     loss = "logprobs_flash_attn" if state.attn_implementation == FLASH else "cross_entropy"
     own: Own = {
-        "tensor_model_parallel_size": (1, "SkyRL has no tensor parallelism with FSDP2"),
-        "cp_comm_type": (
-            "a2a" if scenario.layout.context_parallel_size > 1 else "p2p",
-            "SkyRL's ranks that share rows exchange heads (Ulysses)",
-        ),
         "fp32_sharded_params": (scenario.dtype != "fp32", "SkyRL's shards are fp32"),
-        "reshard_after_forward": ("all" if frees else "none", "SkyRL shards all layers again, or none"),
-        "reshard_after_forward_ranks": (
-            state.reshard_after_forward_ranks if frees else None,
-            "SkyRL has one key for it and for reshard_after_forward",
-        ),
         "separate_embeddings": ("input", "SkyRL shards the embedding by itself"),
         "reshard_root_after_forward": (frees, "SkyRL's reshard_after_forward decides it"),
         "loss_of_transformers": (loss, "SkyRL computes log-probabilities, with flash-attn's kernel where it attends"),
     }
-    return own | own_peft(scenario, "SkyRL")
+    return own | own_transformers(scenario, "SkyRL")
 
 
 _NO_KEY = ("fsdp_version", "use_orig_params", "defer_fsdp_grad_sync", "adam_implementation")
 _NONE_AHEAD = ("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth")
 CANNOT_WRITE = (
-    dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
+    ONLY_OF_AUTOMODEL
     | {"model_classes": "SkyRL builds transformers' classes"}
     | dict.fromkeys(_NO_KEY, "SkyRL has no such key")
     | dict.fromkeys(_NONE_AHEAD, "SkyRL gathers no layer ahead")
-    | NO_EXCHANGE
-    | NO_STAGES
-    | NO_TOWER
 )
-WITHOUT_OWN_KEY = frozenset(
-    (
-        *("dtype", "fp32_sharded_params", "grad_reduce_in_bf16", "cp_comm_type", "allocator"),
-        *("reshard_after_forward_ranks", "dp_replicate_size", "separate_embeddings"),
-        *("reshard_root_after_forward", "loss_of_transformers"),
-        *("offload_parameters", "offload_gradients", "offload_optimizer"),
-        *("recompute_granularity", "recompute_method", "recompute_num_layers", "selective_ac", "checkpoint_every"),
-        *("lora_dropout_position", "lora_fsdp2_library", "lora_enable_input_require_grads"),
-    )
+WITHOUT_OWN_KEY = OF_SEVERAL_KEYS.union(
+    ("grad_reduce_in_bf16", "cp_comm_type", "allocator", "lora_dropout_position"),
+    ("reshard_after_forward_ranks", "dp_replicate_size", "separate_embeddings"),
+    ("reshard_root_after_forward", "loss_of_transformers"),
+    ("offload_parameters", "offload_gradients", "offload_optimizer"),
 )
 SKYRL_FSDP = Framework(
     name="skyrl-fsdp",

@@ -55,6 +55,4 @@ def drop_images(reading: Reading) -> None:
     """Moves what is said of the images of a model without a tower to what has no effect."""
     for field in (IMAGES, PATCHES):
         reading.values.pop(field, None)
-        for one in [one for one in reading.taken if one.field == field]:
-            reading.taken.remove(one)
-            reading.without_effect[one.key] = "memlab has no vision tower of this model"
+        reading.take_back(field, "memlab has no vision tower of this model")

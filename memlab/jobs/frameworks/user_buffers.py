@@ -44,7 +44,7 @@ def complete_user_buffers(reading: Reading, architecture: Architecture) -> None:
     what = _not_beside(reading, architecture)
     key = next((one.key for one in reading.taken if one.field == OPTION and one.memlab_value), OPTION)
     if what:
-        reading.taken = [one for one in reading.taken if one.field != OPTION]
+        reading.take_back(OPTION)
         reading.miss(key, "more", f"{_REASON}, which memlab does not have beside {what}")
         values[OPTION] = False
         return

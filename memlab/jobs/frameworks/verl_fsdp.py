@@ -16,9 +16,8 @@ from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
     FOREACH,
-    NO_EXCHANGE,
-    NO_STAGES,
-    NO_TOWER,
+    OF_SEVERAL_KEYS,
+    ONLY_OF_AUTOMODEL,
     RESHARDING,
     Own,
     attention_key,
@@ -28,7 +27,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     composed_of_fsdp2,
     of_other_values,
     own_checkpoints,
-    own_peft,
+    own_transformers,
     peft_keys,
     take_adam,
     take_attention,
@@ -332,10 +331,7 @@ def _take_turbo(reading: Reading, engine: str) -> None:
 def _drop_policy(reading: Reading) -> None:
     """Moves the policy of offloading, which FSDP1 does not read (``_build_fsdp_module``), to what has no effect."""
     reading.values["fsdp_cpu_offload"] = False
-    for one in [one for one in reading.taken if one.field == "fsdp_cpu_offload"]:
-        reading.taken.remove(one)
-        if one.place != "default":
-            reading.without_effect[one.key] = "verl reads it with FSDP2 only"
+    reading.take_back("fsdp_cpu_offload", "verl reads it with FSDP2 only")
 
 
 def _take_version(reading: Reading) -> None:
@@ -489,17 +485,7 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     policy = "its offload_policy keeps parameters and optimizer state on the host in any case"
     loss = "logprobs_flash_attn" if state.attn_implementation == FLASH else "logprobs_by_row"
     own: Own = {
-        "tensor_model_parallel_size": (1, "verl has no tensor parallelism with FSDP"),
-        "cp_comm_type": (
-            "a2a" if scenario.layout.context_parallel_size > 1 else "p2p",
-            "verl's ranks that share rows exchange heads (Ulysses)",
-        ),
         "use_orig_params": (state.use_orig_params and is_first, "verl reads it with FSDP1 only"),
-        "reshard_after_forward": ("all" if frees else "none", "verl shards all layers again, or none"),
-        "reshard_after_forward_ranks": (
-            state.reshard_after_forward_ranks if frees else None,
-            "verl has one key for it and for reshard_after_forward",
-        ),
         "fsdp2_forward_prefetch_depth": (gathers, "verl gathers one layer ahead, where layers are sharded again"),
         "fsdp2_backward_prefetch_depth": (0, "verl gathers no layer ahead in backward"),
         "separate_embeddings": ("none" if is_first else "both", "verl's strategy decides it"),
@@ -514,7 +500,7 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         "lora_dropout": (0.0, "memlab knows no key of verl for it under FSDP"),
     }
     return of_other_values(
-        scenario, settings, own | own_checkpoints(settings, title) | own_peft(scenario, title)
+        scenario, settings, own | own_checkpoints(settings, title) | own_transformers(scenario, title)
     ) | _of_adam(scenario)
 
 
@@ -524,26 +510,16 @@ def _of_adam(scenario: Scenario) -> dict[str, str]:
     return {"adam_implementation": "memlab reads torch's Adam from verl's files, and no FusedAdam"}
 
 
-CANNOT_WRITE = (
-    {
-        "offload_optimizer_except_update": "verl loads the optimizer state before the step",
-        "model_classes": "verl builds transformers' classes",
-    }
-    | dict.fromkeys(("master_weights", "store_param_remainders"), "torch's Adam keeps no main parameters")
-    | NO_EXCHANGE
-    | NO_STAGES
-    | NO_TOWER
-)
+CANNOT_WRITE = ONLY_OF_AUTOMODEL | {
+    "offload_optimizer_except_update": "verl loads the optimizer state before the step",
+    "model_classes": "verl builds transformers' classes",
+}
 """Fields that no trainer of verl with FSDP expresses, each with the reason."""
-WITHOUT_OWN_KEY = frozenset(
-    (
-        *("dtype", "fp32_sharded_params", "grad_reduce_in_bf16", "adam_implementation", "fsdp_version"),
-        *("cp_comm_type", "reshard_after_forward_ranks", "dp_replicate_size", "separate_embeddings"),
-        *("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth"),
-        *("reshard_root_after_forward", "loss_of_transformers", "offload_gradients"),
-        *("recompute_granularity", "recompute_method", "recompute_num_layers", "selective_ac", "checkpoint_every"),
-        *("lora_dropout", "lora_dropout_position", "lora_fsdp2_library", "lora_enable_input_require_grads"),
-    )
+WITHOUT_OWN_KEY = OF_SEVERAL_KEYS.union(
+    ("grad_reduce_in_bf16", "adam_implementation", "fsdp_version", "lora_dropout", "lora_dropout_position"),
+    ("cp_comm_type", "reshard_after_forward_ranks", "dp_replicate_size", "separate_embeddings"),
+    ("fsdp2_forward_prefetch_depth", "fsdp2_backward_prefetch_depth"),
+    ("reshard_root_after_forward", "loss_of_transformers", "offload_gradients"),
 )
 """Fields of which `composed_of_engine` makes several keys, or which `cannot_write` names."""
 VERL_FSDP = Framework(

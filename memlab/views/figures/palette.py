@@ -62,7 +62,7 @@ GRID = "rgba(123, 123, 123, 0.22)"
 PATTERN_INK = "rgba(255, 255, 255, 0.55)"
 TRANSPARENT = "rgba(0, 0, 0, 0)"
 
-_SERIES_COLOURS = ("#0A9396", "#E03C1F", "#8A2BE2", "#7F5A43", "#9980F5")
+_SERIES_COLOURS = ("#0A9396", "#E03C1F", "#8A2BE2", "#7F5A43", "#FF3399")
 # Narrower gaps than plotly's own dashes have: a spike of a few pixels must not fall into one.
 _SERIES_DASHES = ("solid", "7px,2px", "2px,2px", "9px,2px,2px,2px", "15px,3px", "9px,2px,2px,2px,2px,2px")
 

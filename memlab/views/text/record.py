@@ -34,6 +34,7 @@ def grouped_modules(sizes: Mapping[str, int], by_category: Mapping[str, int]) ->
 
     Four layers whose ``mlp.linear_fc1`` made 10 MiB together are ``mlp.linear_fc1 x 4``. What no module made is mostly
     the training state, so it is named by that, with *and others* where there is more, such as the tokens of the batch.
+    Where no module made anything, as on the host, all of its categories name it.
 
     Args:
         sizes: Bytes by module.
@@ -62,6 +63,8 @@ def _of_layers(kind: str) -> str:
 
 
 def _outside_modules(num_bytes: int, by_category: Mapping[str, int]) -> str:
+    if num_bytes == sum(by_category.values()) > 0:  # no module made any of them
+        return ", ".join(name for name, size in by_category.items() if size)
     state = {name: by_category[name] for name in GROUPS if by_category.get(name)}
     if not state or sum(state.values()) > num_bytes:
         return module_name("")
@@ -181,14 +184,18 @@ def pool_entries(timeline: Timeline, pool: str) -> list[tuple[str, int | None]]:
     start, peak, words = timeline.num_opening_events - 1, timeline.peak_index(pool), _pool_words(pool)
     by_category = timeline.breakdown(peak, pool=pool)
     before, at_peak = (timeline.breakdown(index, by="module", pool=pool) for index in (start, peak))
-    grew = {name: size - before.get(name, 0) for name, size in at_peak.items() if size > before.get(name, 0)}
+    grew = _grown(before, at_peak)
     return [
         *peak_entries(timeline.bytes_at(peak, pool), by_category, at_peak, words),
         (f"{words}, at the step's start", timeline.bytes_at(start, pool)),
         (f"{words}, what grew from the start to the peak", sum(grew.values())),
-        *_module_entries(grew, by_category),
+        *_module_entries(grew, _grown(timeline.breakdown(start, pool=pool), by_category)),
         (f"{words}, at the step's end", timeline.bytes_at(len(timeline) - 1, pool)),
     ]
+
+
+def _grown(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
+    return {name: size - before.get(name, 0) for name, size in after.items() if size > before.get(name, 0)}
 
 
 def _place_of_peak(timeline: Timeline, pool: str) -> str:
