@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from memlab.backends.cuda_on_cpu import is_on_host
-from memlab.meter.allocations import Event
+from memlab.meter.allocations import Event, StorageAllocation
 from memlab.meter.labels import Labels, one_kernel
 from memlab.meter.storages import Storages
 from memlab.vocabulary import POOLS
@@ -111,11 +111,11 @@ class RepeatedKernels:
         num_storages = self._storages.num_births - num_births
         rows, live = [], set[int]()
         for event in events:
-            if type(event) is not Event or event.pool != _ON_CHIP:
+            allocation = event.allocation if type(event) is Event and event.pool == _ON_CHIP else None
+            if not isinstance(allocation, StorageAllocation):
                 raise _NotRepeatableError
-            place = event.allocation.birth - num_births
-            is_new = 0 <= place < num_storages
-            if not is_new or abs(event.delta_bytes) != event.allocation.requested_bytes:
+            place = allocation.birth - num_births
+            if not 0 <= place < num_storages or abs(event.delta_bytes) != allocation.requested_bytes:
                 raise _NotRepeatableError
             rows.append((place, max(0, event.delta_bytes)))
             live.symmetric_difference_update((place,))
@@ -148,11 +148,10 @@ class RepeatedKernels:
 
     def _repeated(self, done: _Done, given: list[torch.Tensor]) -> Any:
         storages, labels = self._storages, self._labels
-        made: dict[int, torch.Tensor] = {}
+        made, allocations = dict[int, torch.Tensor](), dict[int, StorageAllocation]()
         first = storages.num_births
         labels.fused_depth += 1
         try:
-            allocations = {}
             with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 for place, num_bytes in done.events:
                     if not num_bytes:

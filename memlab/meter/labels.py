@@ -19,7 +19,8 @@ from memlab.meter.module_tracker import ModuleTracker
 from memlab.meter.stream_order import StreamOrder
 from memlab.vocabulary import CATEGORIES, PHASES, place_in_words
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 Product = Literal["forward", "backward", "forward with bias", "backward with bias", "linear", "grouped linear"]
 """Matrix products that have workspaces of their own: torch's, on the thread of forward and on that of backward, without
