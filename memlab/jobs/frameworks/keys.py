@@ -73,6 +73,8 @@ class Missing:
     """The framework's value if the file does not give the key; `ABSENT` where that is what memlab models."""
     of: Blocked = "model"
     """Of what blocks: what memlab does not have."""
+    parts: tuple[str, ...] = ()
+    """How keys of the same section begin that say how large it is: without it they have no effect."""
 
 
 def is_false(value: Any) -> bool:

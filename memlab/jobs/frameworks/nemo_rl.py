@@ -734,7 +734,7 @@ NEMO_RL = Framework(
     complete_of_model=_complete_model,
     check=check,
     compose=compose,
-    configurations=("grpo_math_1B",),
+    file_in_source=re.compile(r'args\.config = os\.path\.join\(([^=]{1,200}\.yaml")'),
     fixed=FIXED,
     packs=is_packed,
     padding_in_fp8=lambda unit, _, recipe: (unit, unit * _FP8_ROWS.get(recipe, 16)),
