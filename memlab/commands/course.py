@@ -15,6 +15,10 @@ from memlab.lab_files import labs_folder
 _LINKED = ("*.md", "results", "book/*.md", "pictures", "slurm_profile")
 """What the labs link to and read. The plans of lectures tell outcomes, so only the teacher's folder has them."""
 
+_LOG = "LOG.md"
+_LOG_OF_STUDENTS = "# Log\n\nWhat was found during development tells answers to exercises. Your teacher has it.\n"
+"""Pages and labs link to the log."""
+
 _NBGRADER_FILE = "nbgrader_config.py"
 _NBGRADER = """\
 c = get_config()  # nbgrader defines it, and reads this file in the folder in which it is started
@@ -79,6 +83,8 @@ def _write(source: Path, folder: Path, requirement: str | None, *, runs: bool) -
     for linked in sorted(path for pattern in _LINKED for path in source.glob(pattern)):
         for of in ("student", "solutions"):
             _copy(linked, folder / of / linked.relative_to(source))
+    if (source / _LOG).exists():
+        (folder / "student" / _LOG).write_text(_LOG_OF_STUDENTS, encoding="utf-8")
     if runs:
         (folder / "slides" / PLOTLY_FILE).write_text(get_plotlyjs(), encoding="utf-8")
     if requirement is not None:

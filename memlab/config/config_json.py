@@ -48,7 +48,11 @@ class ModelType:
     normalizes_topk: bool = True
     """Whether the probabilities of a token's experts add up to 1, where ``norm_topk_prob`` is left out."""
     is_gemma: bool = False
-    """Whether it has GELU gates, and tied embeddings unless it says otherwise."""
+    """Whether it has GELU gates."""
+    ties_embeddings: bool = False
+    """Whether the embedding is the output layer too, where the field is left out."""
+    window_rotary_base: float | None = None
+    """The only rotary base of layers with windows that memlab has of it, where that is another one."""
     window_pattern: int = 0
     """Whether it is of Gemma 2's kind, with windows in all but one of so many layers; 0 is another kind."""
     soft_caps: tuple[float | None, float | None] = (None, None)

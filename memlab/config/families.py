@@ -52,6 +52,8 @@ class FamilyRow(ModelType):
     """Whether a factor scales what the embedding returns."""
     shares_norm: bool = False
     """Whether attention and MLP of a layer take what one norm returns, side by side."""
+    names_head_dim: bool = True
+    """Whether transformers' config of it has a field for the channels of a head."""
     output_bias: bool = False
     """Whether the output layer has a bias."""
     own_linears: Mapping[str, str] = field(default_factory=dict)
@@ -68,15 +70,18 @@ _DEEPSEEK_V3: dict[str, Any] = {
     "shorter_last_stage": True, **_LATENT, **_NO_AUX,
 }  # fmt: skip
 _DIVIDED: dict[str, Any] = {"fsdp2": True, "fsdp2_divides": True}
-_GEMMA: dict[str, Any] = {"head_dim": 256, "is_gemma": True, "fsdp2": True, "scales_embedding": True}
+_GEMMA: dict[str, Any] = {"head_dim": 256, "is_gemma": True, "ties_embeddings": True, "fsdp2": True,
+                          "scales_embedding": True}  # fmt: skip
 _SANDWICH = _GEMMA | {"num_key_value_heads": 4, "only_in_transformers": "norms behind attention and MLP",
                       "sandwich_norms": True}  # fmt: skip
 
 FAMILIES: dict[Family, FamilyRow] = {
     "llama": FamilyRow(automodel=True, **_DIVIDED),
     "mistral": FamilyRow(num_key_value_heads=8, has_window=True, window=4096, **_DIVIDED),
-    "phi3": FamilyRow(has_window=True, fused_linears=("qkv_proj", "gate_up_proj"), **_DIVIDED),
-    "qwen2": FamilyRow(num_key_value_heads=32, add_qkv_bias=True, uses_window=False, automodel=True, **_DIVIDED),
+    "phi3": FamilyRow(has_window=True, fused_linears=("qkv_proj", "gate_up_proj"), names_head_dim=False,
+                      **_DIVIDED),
+    "qwen2": FamilyRow(num_key_value_heads=32, add_qkv_bias=True, uses_window=False, automodel=True,
+                       names_head_dim=False, **_DIVIDED),
     "qwen3": FamilyRow(num_key_value_heads=32, head_dim=128, qk_layernorm=True, uses_window=False, automodel=True,
                        norms_of_transformers=True, **_DIVIDED),
     "qwen3_moe": FamilyRow(num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width",
@@ -84,7 +89,8 @@ FAMILIES: dict[Family, FamilyRow] = {
     "mixtral": FamilyRow(num_key_value_heads=8, experts="width of the MLP", rotary_base=1e6, fsdp2=True),
     "gemma": FamilyRow(num_key_value_heads=16, only_in_transformers="GELU gates", **_GEMMA),
     "gemma2": FamilyRow(window_pattern=2, soft_caps=(50.0, 30.0), **_SANDWICH),
-    "gemma3_text": FamilyRow(qk_layernorm=True, window_pattern=6, rotary_base=1e6, **_SANDWICH),
+    "gemma3_text": FamilyRow(qk_layernorm=True, window_pattern=6, rotary_base=1e6, window_rotary_base=10000.0,
+                             **_SANDWICH),
     "granite": FamilyRow(only_in_transformers="multipliers", fsdp2=True, scales_embedding=True),
     "olmo2": FamilyRow(qk_layernorm=True, norms_all_heads=True, fsdp2=True,
                        only_in_transformers="norms behind attention and MLP alone"),
@@ -113,7 +119,7 @@ FAMILIES: dict[Family, FamilyRow] = {
     "qwen3_5_text": FamilyRow(num_key_value_heads=4, head_dim=256, **_DELTA_NET),
     "qwen3_5_moe_text": FamilyRow(num_key_value_heads=2, head_dim=256, **_OWN_EXPERTS, **_DELTA_NET),
     "gpt2": FamilyRow(has_config=False),
-    "cohere2": FamilyRow(epsilon="layer_norm_eps", window_pattern=4, shares_norm=True, fsdp2=True,
+    "cohere2": FamilyRow(epsilon="layer_norm_eps", window_pattern=4, shares_norm=True, fsdp2=True, ties_embeddings=True,
                          only_in_transformers="attention and MLP side by side"),
     "phi": FamilyRow(epsilon="layer_norm_eps", rotary_percent=0.5, has_gelu=True, dropout={"resid_pdrop": 0.1},
                      shares_norm=True, output_bias=True, fsdp2=True,

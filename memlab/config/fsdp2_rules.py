@@ -212,7 +212,7 @@ class Fsdp2Rules:
                 "sinks, of which memlab has with model_classes only Transformer Engine's kernel: choose te",
                 *("attn_implementation", "model_classes"),
             )
-        of_august = model.family == "gpt_oss" or FAMILIES[model.family].weighs_after
+        of_august = FAMILIES[model.family].has_sinks or FAMILIES[model.family].weighs_after
         if of_august and state.model_classes == "automodel_0.7.0":
             raise RuleError(
                 f"model_classes is {state.model_classes!r}, and memlab has NeMo Automodel's class of {model.name} only "
@@ -416,7 +416,7 @@ class Fsdp2Rules:
             )
         # With both, Automodel trains the norms of layers beside adapters: its `SequenceParallelAllGatherActivation` is
         # not among the styles that ``translate_to_lora`` (distributed/parallel_styles.py) makes keep them frozen.
-        options = {"sequence_parallel": divides and (model.family == "phi3" or lora is not None)}
+        options = {"sequence_parallel": divides and (bool(FAMILIES[model.family].fused_linears) or lora is not None)}
         options |= {"fsdp_cpu_offload": self.state.fsdp_cpu_offload}
         options |= {"lora_rank": lora is not None and (lora.fsdp2_library == "peft" or bool(lora.dropout))}
         for name, is_on in options.items():

@@ -42,10 +42,10 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
             )
     of_windows = ConfigJson(rope.get("sliding_attention") or {})
     local = of_windows.number("rope_theta", default=fields.number("rope_local_base_freq", default=10000.0))
-    if name == "gemma3_text" and local != 10000.0:
+    if kind.window_rotary_base not in (None, local):
         raise ValueError(
-            f"the rotary base of layers with windows is {local:g}, must be 10000, the only one that memlab has for "
-            "gemma3_text: correct rope_local_base_freq or rope_parameters"
+            f"the rotary base of layers with windows is {local:g}, must be {kind.window_rotary_base:g}, the only one "
+            f"that memlab has for {name}: correct rope_local_base_freq or rope_parameters"
         )
     rope = rope.get("full_attention") or rope
     # Newer files of transformers keep the base, and the share that is rotated, among the rope's parameters.
@@ -61,9 +61,7 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
         "rotary_base": fields.number("rope_theta", default=base),
         "rotary_percent": fields.number("partial_rotary_factor", default=share),
         "layernorm_epsilon": fields.number(epsilon, default=None if epsilon == "rms_norm_eps" else 1e-5),
-        "share_embeddings_and_output_weights": fields.flag(
-            "tie_word_embeddings", default=kind.is_gemma or name == "cohere2"
-        ),
+        "share_embeddings_and_output_weights": fields.flag("tie_word_embeddings", default=kind.ties_embeddings),
     }
     attention = LatentAttention if kind.multi_latent_attention else GroupedQueryAttention
     if kind.has_delta_net:

@@ -234,10 +234,11 @@ def checked_modules(one: Option, value: object) -> tuple[str, ...] | None:
             f"{name} is an empty list: name at least one of {', '.join(choices)}, or leave {name} out", name
         )
     unknown = [module for module in given if module not in choices]
-    meant = [str(module).lower().replace("-", "_") for module in unknown]
-    if unknown and {*meant} <= {*choices}:
+    meant = re.findall(r"\w+", ",".join(f"{module}".lower().replace("-", "_") for module in unknown))
+    if meant and {*meant} <= {*choices}:
         raise RuleError(
-            f"{name} has {shortened(unknown)}, must be names as Megatron writes them: write {shortened(meant)}",
+            f"{name} has {shortened(unknown)}, must be names as Megatron writes them, one by one: write "
+            f"{shortened(meant)}",
             name,
         )
     if unknown:

@@ -769,9 +769,12 @@ class Scenario(Fsdp2Rules):
         """The same job in the default training state, but for what its layout needs.
 
         A pipeline layout places layers of multi-token prediction, and they belong to what a rank builds. With FSDP2,
-        experts that ranks share are those of other classes than the default.
+        experts that ranks share are those of other classes than the default, and ranks that exchange heads share rows
+        that others may not.
         """
         needed = ["mtp_num_layers"]
+        if self.engine == "fsdp2" and self.layout.context_parallel_size > 1:
+            needed += ["cp_comm_type", "attn_implementation", "loss_of_transformers"]
         if self.engine == "fsdp2" and self.layout.expert_model_parallel_size > 1:
             needed += ["model_classes", "attn_implementation", "moe_token_dispatcher_type"]
             needed += ["moe_flex_dispatcher_backend", "moe_deepep_num_sms"]

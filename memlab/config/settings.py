@@ -20,6 +20,21 @@ RecomputeGranularity = Literal["full", "selective"]
 RecomputeMethod = Literal["uniform", "block"]
 CheckpointInputRemedy = Literal["detach", "clear_gradient", "release_storage"]
 
+MODULES = {
+    "attn_norm": "the norm before attention (if it is a module of its own)",
+    "qkv_linear": "the linear layer that makes queries, keys and values",
+    "core_attn": "attention without its linear layers (scores, softmax, and their product with the values)",
+    "attn_proj": "the linear layer after attention (needs core_attn, too)",
+    "mlp_norm": "the norm before the MLP or the experts (if it is a module of its own)",
+    "expert_fc1": "the first linear layer of the experts of an MoE layer",
+    "moe_act": "the activation function of the experts of an MoE layer",
+    "layernorm": "the norms before attention and before the MLP",
+    "mla_up_proj": "the projections from the latent vectors of latent attention, and the rotation",
+    "mlp": "the MLP of a dense layer",
+    "shared_experts": "the MLP beside the experts that all tokens pass through",
+    "moe": "the whole MoE part of a layer (router and experts)",
+}
+"""What each module of a layer is that is recomputed or offloaded by itself; the glossary has the terms."""
 RECOMPUTE_MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
 OFFLOAD_MODULES = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "expert_fc1", "moe_act")
 KEPT_ON_HOST = ("offload_parameters", "offload_gradients", "offload_optimizer", "offload_optimizer_except_update")

@@ -38,8 +38,9 @@ _RULES = {
 }
 """What makes a run what it is."""
 _OF_LOAD = (
-    "a release stores the size before it empties the storage, and a second release must not store 0; a storage whose "
-    "size() is 0 is what a load calls resize_ on, with the stored size in the same unit, and then zero_()"
+    "a release stores the size before it empties the storage, and a second release must not store 0; where a "
+    "storage is empty, its size() is 0, and a load calls resize_ with the stored size, in the same unit, and then "
+    "zero_()"
 )
 """What to do if a load does not give the gradients their memory back."""
 _SYNCS = (("with", True, 1.0), ("over a slower link, with", True, 2.0), ("without", False, 1.0))

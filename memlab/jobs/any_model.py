@@ -18,6 +18,7 @@ from memlab.jobs.other_models import OtherModel, shown_fields
 _KINDS = {"llama-3.1-8b": 4, "qwen2.5-14b": 3, "qwen3-235b-a22b": 5, "deepseek-v3": 6}
 """Models of different kinds and sizes, with the layers that each chunk of the pipeline gets of them: what a job has
 with all of them cannot come from one of them."""
+_LAYERS_OF_A_CHUNK = ("layers_of_chunk", "num_layers_per_virtual_pipeline_stage")
 _OF_LATENT_ATTENTION = (
     "attention_backend {}: of models with latent attention, only where Transformer Engine has it with their sizes"
 )
@@ -106,9 +107,11 @@ def _compared(job: Job, jobs: list[Job], said: dict[str, Any], *, is_own: bool) 
         found = [table[part][name] for table in tables if name in table[part]]
         # The provider of the only model that has such a part may set it otherwise than the job.
         is_of_one = part == "state" and len(found) == 1 < len(tables) and found[0] != said.get(name, found[0])
+        # Automodel has classes of its own of some families only, and all models in place of the job's are of these.
+        is_of_family = name == "model_classes" and not is_own and found[0] != TrainingState().model_classes
         # ms-swift's all-linear names whatever linears the model has, also kinds that none of these models has.
         is_of_model = name == "lora_target_modules" and job.framework == "ms-swift" and tuple(said[name]) == LINEARS
-        if all(one == found[0] for one in found) and not (is_of_one or is_of_model):
+        if all(one == found[0] for one in found) and not (is_of_one or is_of_family or is_of_model):
             values.setdefault(part, {})[name] = found[0]
         else:
             depends.append(name)
@@ -182,6 +185,8 @@ def _stand_ins(model: OtherModel | None, given: dict[str, Any]) -> list[Architec
 def _in_place(model: Architecture, layers: int, given: dict[str, Any]) -> Architecture:
     """Returns a model that is as deep as the job's pipeline needs, and that names no length of its own."""
     chunks = (given.get("pipeline_model_parallel_size") or 1) * (given.get("virtual_pipeline_model_parallel_size") or 1)
+    # Where a job says how many layers a chunk has, models of other depths have another number of chunks.
+    chunks *= next((given[name] for name in _LAYERS_OF_A_CHUNK if given.get(name)), 1)
     ends = [given.get(f"num_layers_in_{end}_pipeline_stage") for end in ("first", "last")]
     fixed = [end for end in ends if end is not None]
     depth = sum(fixed) + max(0, chunks - len(fixed)) * max(layers, given.get("recompute_num_layers") or 0)

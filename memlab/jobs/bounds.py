@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from memlab.config.parameters import bytes_of_gradient, bytes_of_optimizer, copied, kept_bytes, parameters_of_rank
 from memlab.config.parts.gdn import GatedDeltaNet
-from memlab.config.parts.part import FeedForward, Weight
+from memlab.config.parts.part import FeedForward
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_whole_number
@@ -21,15 +21,6 @@ from memlab.jobs.frameworks.keys import LANGUAGE_MODEL, PARTS_OF_MULTIMODAL_MODE
 from memlab.vocabulary import RESIDUAL_CATEGORIES
 
 _Value = TypeVar("_Value")
-
-
-def _weights(scenario: Scenario) -> dict[Weight, int]:
-    """Returns how many of the rank's layers have each of their parameters."""
-    return scenario.weights_of_rank
-
-
-def _is_router(weight: Weight) -> bool:
-    return weight.name == "mlp.router.weight"
 
 
 def _logits(scenario: Scenario) -> int:
@@ -176,11 +167,8 @@ def _causal_mask_bytes(scenario: Scenario) -> int:
 
 def _router_bytes(scenario: Scenario) -> int:
     """Returns the routers' gradients (4 bytes) and optimizer state (12 bytes), unsharded."""
-    return 16 * _elements_of_routers(scenario)
-
-
-def _elements_of_routers(scenario: Scenario) -> int:
-    return sum(count * weight.num_elements for weight, count in _weights(scenario).items() if _is_router(weight))
+    weights = scenario.weights_of_rank.items()
+    return 16 * sum(count * weight.num_elements for weight, count in weights if weight.name == "mlp.router.weight")
 
 
 def _trained_bytes(scenario: Scenario) -> int:
@@ -305,7 +293,7 @@ def _layer_graphs_bytes(scenario: Scenario) -> int:
     inputs = len(layers) * (2 * tokens * model.hidden_size + mask)
     temporaries = 3 * max(sum(kinds[part] for part in parts) for parts in model.parts_of_kinds.values())
     gradients = 2 * sum(
-        math.prod(scenario.layout.shape_of(weight)) for weight in _weights(scenario) if not weight.num_experts
+        math.prod(scenario.layout.shape_of(weight)) for weight in scenario.weights_of_rank if not weight.num_experts
     )
     return passes * (kept + inputs) + temporaries + gradients + 4 * 32 * 2**20
 
@@ -458,13 +446,7 @@ _CAN_TAKE: dict[str, tuple[str, ...]] = {
         ),
         RESIDUAL_CATEGORIES,
     ),
-    **dict.fromkeys(
-        (
-            "disable_parameter_transpose_cache",
-            "use_precision_aware_optimizer_no_fp8_params_transpose",
-        ),
-        ("parameters",),
-    ),
+    "disable_parameter_transpose_cache": ("parameters",),
 }
 """By the end of a key whose effect is less: in which categories it can take bytes away. ``cpu_offloading`` also moves
 weights with ``cpu_offloading_weights``, off by default (megatron/core/model_parallel_config.py, 0.16.1)."""

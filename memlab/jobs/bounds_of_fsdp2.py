@@ -157,6 +157,7 @@ BOUNDS_OF_FSDP2: dict[str, Callable[[Scenario, MemorySettings], int]] = {
     **dict.fromkeys(
         (
             "step_scheduler.local_batch_size",
+            "dataloader.collate_fn.pad_seq_len_divisible",
             "model.use_remove_padding",
             "remove_microbatch_padding",
             "use_sample_packing",

@@ -21,7 +21,7 @@ from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.adapters import LORA, PASS_WITHOUT_ADAPTERS
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
-from memlab.jobs.frameworks.keys import CONVERSIONS, SWITCH, Effect, Missing, refusal
+from memlab.jobs.frameworks.keys import CONVERSIONS, SWITCH, Effect, Missing
 from memlab.jobs.frameworks.user_buffers import complete_user_buffers
 
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout) if field.name not in ("rank", "data_parallel_size"))
@@ -741,10 +741,7 @@ def _allocator(reading: Reading) -> AllocatorSettings:
     for option in re.findall(r"[^,\[]+(?:\[[^\]]*\])?", text[:_LONGEST_ALLOCATOR]):
         name, _, value = (part.strip() for part in option.partition(":"))
         if name in _ALLOCATOR_OPTIONS:
-            try:
-                values[name] = _ALLOCATOR_OPTIONS[name].read(parse_scalar(value))
-            except ValueError as error:
-                raise refusal(variable, name, value, error) from error
+            values[name] = _ALLOCATOR_OPTIONS[name].checked(variable, name, parse_scalar(value))
         elif name and not name.startswith(_NOT_OF_DEVICE_MEMORY):
             missing = _ALLOCATOR_MISSING.get(name, _UNKNOWN_OPTION)
             if missing.is_on(value):

@@ -414,6 +414,7 @@ def _take_configuration(
         if framework.knows(key) and not entry.is_unknown:
             entries.by_key[key] = entry
         if base.stem in framework.configurations:
+            _take_other_defaults(base.stem, entry, framework, entries)
             continue
         others = [up / name for up in path.absolute().parents]
         if key == "config_name" and "config_path" not in flags.by_key:
@@ -446,6 +447,7 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
     if not any(word.startswith("--config") for word, _ in words):
         entries.program = program
         _take_configuration_of_program(path, framework, entries)
+        _take_file_in_source(path, framework, entries)
     elif program is not None and framework.knows("config_name") and not str(program.value).startswith(framework.name):
         entries.program = program
     read_overrides(words, entries)
@@ -456,7 +458,13 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
 def _take_configuration_of_program(path: Path, framework: Framework, entries: Entries) -> None:
     """Takes the configuration that the source of a job's own program names, where both lie near the script."""
     named = _named_for_hydra(entries.program, path, framework)
-    if entries.program is None or named is None:
+    if entries.program is None:
+        return
+    module = str(entries.program.value).removesuffix(".py").replace("/", ".")
+    usual = next((name for one, name in framework.configuration_of.items() if module.endswith(one)), None)
+    if usual is not None:
+        _take_other_defaults(usual, entries.program, framework, entries)
+    if named is None:
         return
     source, folder, name = named
     entries.add("config_name", name, entries.program.line)
@@ -474,6 +482,37 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
     entries.merge(own)
     names = [f"the defaults {shortened(name)} are not beside" for name in framework.configurations]
     entries.warnings += [one for one in own.warnings if not any(name in one for name in names)]
+
+
+def _take_other_defaults(name: str, named_by: Entry, framework: Framework, entries: Entries) -> None:
+    """Takes what one of the framework's own configurations has otherwise than the defaults of its keys."""
+    for key, value in framework.configurations[name].items():
+        entries.add(key, value, named_by.line)
+
+
+def _take_file_in_source(path: Path, framework: Framework, entries: Entries) -> None:
+    """Takes the file that a program of the framework reads where its command names none.
+
+    Nothing is executed: its path is found in the program's source, if that lies near the script.
+    """
+    program = entries.program
+    if framework.file_in_source is None or program is None:
+        return
+    source = _source_of(str(program.value), path)
+    found = None if source is None else framework.file_in_source.search(_text(source)[0])
+    base = None if source is None or found is None else source.parent.joinpath(*re.findall(r'"([^"]+)"', found[1]))
+    if base is None or not _is_file(base):
+        entries.warnings.append(
+            f"{program.place}: the command names no configuration, and the one that {Path(str(program.value)).name} "
+            "reads then is not near the script, so memlab takes the framework's own defaults: give its keys with --set"
+        )
+        return
+    entries.warnings.append(
+        f"{program.place}: the command names no configuration, so {Path(str(program.value)).name} reads {base.name}"
+    )
+    own = _with_defaults(read_yaml(_text(base)[0], base.name), base, []).of_file(base.name)
+    entries.merge(own)
+    entries.warnings += own.warnings
 
 
 def _named_for_hydra(program: Entry | None, path: Path, framework: Framework) -> tuple[Path, str, str] | None:

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -205,15 +206,21 @@ class _TrainingState:
 
 
 def _tensors_in_state(state: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of an optimizer's state, which may be nested."""
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _tensors_in_state(value)
-    elif isinstance(state, (tuple, list)):
-        for value in state:
-            yield from _tensors_in_state(value)
+    """Yields the tensors of an optimizer's state, which may be nested, also in objects of the optimizer's own."""
+    remaining, seen = [state], {}  # objects may refer to each other
+    while remaining:
+        value = remaining.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            remaining.extend(value.values())
+        elif isinstance(value, (tuple, list)):
+            remaining.extend(value)
+        elif not isinstance(value, (type, ModuleType, torch.nn.Module, torch.optim.Optimizer)):
+            remaining.extend(getattr(value, "__dict__", {}).values())
 
 
 def _num_parameters(model: torch.nn.Module) -> int:

@@ -275,6 +275,8 @@ def test_a_course_has_the_files_to_which_its_pages_link(tmp_path: Path, monkeypa
     assert not list((tmp_path / "course" / "student").rglob("lecture_*")), (
         "plans tell outcomes, and which answer is right"
     )
+    log, of_teacher = ((tmp_path / "course" / of / "LOG.md").read_text() for of in ("student", "solutions"))
+    assert "xercise 2 of lab" in of_teacher and "xercise 2 of lab" not in log, "the log tells answers"
     pages = sorted((tmp_path / "course").glob("s*/**/*.md"))
     links = {page: re.findall(r"\]\(([^)#:\s]+)[)#]", page.read_text()) for page in pages}
     assert sum(map(len, links.values())) > 20

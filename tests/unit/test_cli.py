@@ -119,7 +119,7 @@ def fake_lab(monkeypatch: pytest.MonkeyPatch) -> type[FakeLab]:
         ),
         (
             "measure qwen3-moe-tiny --offload-modules MoE_Act,core-attn",
-            "offload_modules has ['MoE_Act', 'core-attn'], must be names as Megatron writes them: write ['moe_act', 'core_",
+            "offload_modules has ['MoE_Act', 'core-attn'], must be names as Megatron writes them, one by one: write ['moe_a",
         ),
         ("measure phi-4-tiny --offload-modules attn_proj", "offload_modules has 'attn_proj' without 'core_attn'"),
         ("measure phi-4-tiny --offload-modules moe_act", "offload_modules has ['moe_act'], which only MoE layers have"),

@@ -134,7 +134,7 @@ WRONG_MOVES = {
     "the inverted condition, the size taken from the tensor": (
         RELEASE,
         LOAD.replace("== 0", "> 0").replace("buffer.grad_data_size", "buffer.grad_data.numel()"),
-        "a storage whose size() is 0 is what a load calls resize_ on",
+        "where a storage is empty, its size() is 0, and a load calls resize_",
     ),
     "a size that a second release overwrites with 0": (
         f"for b in {ALL}:\n    b.mine = b.grad_data.storage().size()\n    b.grad_data.storage().resize_(0)",
@@ -213,7 +213,7 @@ WRONG_MOVES = {
     "zeroed before it has memory": (
         RELEASE,
         LOAD.replace("storage.resize_(", "buffer.grad_data.zero_(); storage.resize_("),
-        "what a load calls resize_ on, with the stored size in the same unit, and then zero_()",
+        "a load calls resize_ with the stored size, in the same unit, and then zero_()",
     ),
     "a load that works once": (
         RELEASE,

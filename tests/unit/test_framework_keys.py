@@ -37,7 +37,14 @@ def read(framework: str, folder: Path, keys: str = "", model: str = "Qwen/Qwen3-
 def test_a_key_is_in_one_list_only(name: str) -> None:
     framework = FRAMEWORKS[name]
     assert not framework.names() & set(framework.without_effect)
+    assert len({row.name for row in framework.missing}) == len(framework.missing)
     assert not {key for key in framework.without_effect if "*" in key.removesuffix(".*").removesuffix("_*")}
+
+
+def test_a_refused_value_of_the_optimizers_own_section_is_named_with_its_line(tmp_path: Path) -> None:
+    key = f"{_ACTOR}.optim.override_optimizer_config.exp_avg_dtype"
+    with pytest.raises(ValueError, match=f"line 1: {key} is 'int3', must be one of bf16"):
+        read("verl", tmp_path, f"{key}=int3")
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

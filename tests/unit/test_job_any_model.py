@@ -44,6 +44,18 @@ policy:
 cluster: {{num_nodes: 3, gpus_per_node: 4}}
 grpo: {{num_prompts_per_step: 8, num_generations_per_prompt: 8}}
 """
+AUTOMODEL_STAGES = """
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+step_scheduler: {global_batch_size: 64, local_batch_size: 4}
+model:
+  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained
+  pretrained_model_name_or_path: someone/another-model
+dataset: {seq_length: 1024}
+distributed:
+  strategy: fsdp2
+  pp_size: 2
+  pipeline: {pp_schedule: interleaved1f1b, layers_per_stage: 2, round_virtual_stages_to_pp_multiple: up}
+"""
 
 
 def _common(path: Path, *, version: str | None = None) -> OfAnyModel | None:
@@ -220,3 +232,21 @@ def test_a_rule_that_refuses_any_model_is_told_where_the_engine_lacks_some_of_th
     )
     common = _common(tmp_path / "run.sh", version="0.9.1")
     assert common is not None and "the job has 2 ranks, must have a multiple of 4" in str(common.cannot_start)
+
+
+def test_chunks_of_a_pipeline_depend_on_the_depth_of_a_model_that_memlab_does_not_know(tmp_path: Path) -> None:
+    """``calculate_virtual_stages`` in Automodel's pipelining/functional.py (36044ad3) divides the model's layers."""
+    (tmp_path / "job.yaml").write_text(AUTOMODEL_STAGES)
+    common = _common(tmp_path / "job.yaml")
+    assert common is not None
+    assert "virtual_pipeline_model_parallel_size" in common.depends_on_model
+    assert common.values["layout"]["pipeline_model_parallel_size"] == 2
+    assert "virtual_pipeline_model_parallel_size" not in common.values["layout"]
+
+
+def test_whether_automodel_has_a_class_of_its_own_is_not_known_of_another_model(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(AUTOMODEL_STAGES.split("  pp_size", maxsplit=1)[0])
+    common = _common(tmp_path / "job.yaml")
+    assert common is not None
+    assert "model_classes" in common.depends_on_model
+    assert "model_classes" not in common.values["state"]

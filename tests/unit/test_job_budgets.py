@@ -9,6 +9,7 @@ import pytest
 
 from memlab.jobs.frameworks.budgets import Counting, Step, by_first_fit, by_tokens
 from memlab.jobs.job import Job
+from memlab.views.text.record import without_state
 
 
 def _first_fit(lengths: list[int], budget: int) -> int:
@@ -365,3 +366,49 @@ def test_a_job_that_only_evaluates_is_refused(name: str, text: str, key: str, tm
         for on in ("true", "false")
     ]
     assert "does not train" in told[0] and "does not train" not in told[1]
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+@pytest.mark.parametrize(
+    ("prompts", "tokens", "rows"),
+    [(8, 8 * 3072 // 4, (1, 1)), (64, 16384, (1, 3))],
+)
+def test_a_step_of_verl_fills_no_more_of_a_budget_than_its_sequences_have(
+    engine: str, prompts: int, tokens: int, rows: tuple[int, int], tmp_path: Path
+) -> None:
+    """``rearrange_micro_batches`` in verl/utils/seqlen_balancing.py (0.9.1) has the sequences of one copy alone."""
+    keys = (
+        f"actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 "
+        f"data.train_batch_size={prompts} actor_rollout_ref.actor.ppo_mini_batch_size={prompts} trainer.n_gpus_per_node=4 "
+        "data.max_prompt_length=1024 data.max_response_length=2048 actor_rollout_ref.rollout.n=1 trainer.nnodes=1"
+    )
+    (tmp_path / "run.sh").write_text(f"{_VERL.format(engine)} {keys}")
+    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    scenario, _ = job.required()
+    assert scenario.seq_length == tokens
+    assert scenario.packed_sequences == math.ceil(tokens / 3072)
+    assert job.micro_batches == rows
+
+
+def test_a_row_of_nemo_rl_may_hold_any_sequence_of_a_step_and_no_more(tmp_path: Path) -> None:
+    """``shard_by_batch_size`` in nemo_rl/distributed/batched_data_dict.py (7ea279ab) packs before it shares."""
+    text = (
+        "policy: {{model_name: Qwen/Qwen3-0.6B, max_total_sequence_length: 512, train_global_batch_size: {0}, "
+        "sequence_packing: {{enabled: true, train_mb_tokens: 8192}}, megatron_cfg: {{enabled: true}}}}\n"
+        "cluster: {{num_nodes: 1, gpus_per_node: 4}}\ngrpo: {{num_prompts_per_step: 4}}\n"
+    )
+    for sequences, tokens in ((8, 8 * 512), (64, 8192)):
+        (tmp_path / "job.yaml").write_text(text.format(sequences))
+        assert Job.read(tmp_path / "job.yaml").required()[0].seq_length == tokens
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_job_whose_ranks_exchange_heads_is_shown(version: int, tmp_path: Path) -> None:
+    """A table names the job without its state, which such ranks need."""
+    keys = f"actor_rollout_ref.actor.strategy=fsdp{'2' * (version > 1)} "
+    keys += "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
+    (tmp_path / "run.sh").write_text(f"{_VERL.format('dp')} {keys}")
+    scenario, _ = Job.read(tmp_path / "run.sh", version="0.9.1").required()
+    assert (scenario.layout.context_parallel_size, scenario.state.fsdp_version) == (2, version)
+    assert scenario.packed_sequences is not None
+    assert without_state(scenario).startswith("qwen3-8b")

@@ -227,7 +227,7 @@ SLIME = """python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --hf
 def test_slime_pads_a_full_row(tmp_path: Path, budget: int, tensor: int, tokens: int) -> None:
     """``get_batch`` pads to a multiple of 128 x tensor parallel ranks (slime/backends/megatron_utils/data.py)."""
     flags = f"--use-dynamic-batch-size --max-tokens-per-gpu {budget} --tensor-model-parallel-size {tensor} "
-    flags += "--rollout-max-context-len 100 --sequence-parallel"
+    flags += "--rollout-max-context-len 100 --sequence-parallel --global-batch-size 64"
     scenario, _ = read(tmp_path, flags, SLIME).required()
 
     assert scenario.seq_length == tokens

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from memlab.jobs.any_model import of_any_model
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
 
@@ -535,3 +536,76 @@ def test_verl_s_longest_position_changes_nothing_of_rotary_embeddings(tmp_path: 
     """``override_config`` of verl 0.9.1 has the model's values in a section ``model_config``."""
     key = "actor_rollout_ref.model.override_config.model_config.max_position_embeddings"
     assert key in script(tmp_path, f"{VERL} +{key}=10240").without_effect
+
+
+@pytest.mark.parametrize(
+    ("multiple", "tokens", "is_padded"), [(None, 2000, False), (1, 2000, False), (512, 2048, True)]
+)
+def test_a_collater_of_automodel_that_rounds_lengths_up_pads_every_row(
+    multiple: int | None, tokens: int, is_padded: bool, tmp_path: Path
+) -> None:
+    """``pad_within_micro`` in nemo_automodel/components/datasets/utils.py (36044ad3)."""
+    rounded = "" if multiple is None else f", pad_seq_len_divisible: {multiple}"
+    (tmp_path / "job.yaml").write_text(
+        "recipe: TrainFinetuneRecipeForNextTokenPrediction\n"
+        "model: {_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained, "
+        "pretrained_model_name_or_path: Qwen/Qwen3-8B, torch_dtype: bf16}\n"
+        "step_scheduler: {local_batch_size: 1, global_batch_size: 8}\ndataset: {seq_length: 2000}\n"
+        f"dataloader: {{collate_fn: {{_target_: nemo_automodel.default_collater{rounded}}}}}\n"
+    )
+    job = Job.read(tmp_path / "job.yaml")
+    assert job.required()[0].seq_length == tokens
+    assert any("attention then has a mask" in one.reason for one in job.not_modelled) is is_padded
+
+
+@pytest.mark.parametrize(("variant", "is_named"), [("dsa", True), ("gated_delta_net", False)])
+@pytest.mark.parametrize("framework", ["megatron-lm", "bridge"])
+def test_what_another_kind_of_attention_reads_changes_memory_where_the_job_has_it(
+    framework: str, variant: str, is_named: bool, tmp_path: Path
+) -> None:
+    """``DSAIndexer`` in megatron/core/transformer/experimental_attention_variant/dsa.py (d98e8a64)."""
+    if framework == "megatron-lm":
+        (tmp_path / "run.sh").write_text(
+            f"torchrun pretrain_gpt.py --num-layers 4 {SIZES} --dsa-indexer-n-heads 64 --dsa-indexer-topk 2048 "
+            f"--experimental-attention-variant {variant}"
+        )
+        job, start = Job.read(tmp_path / "run.sh"), ""
+    else:
+        keys = f"experimental_attention_variant: {variant}, dsa_indexer_n_heads: 64, dsa_indexer_topk: 2048"
+        sizes = "num_layers: 4, hidden_size: 512, seq_length: 4096"
+        (tmp_path / "job.yaml").write_text(f"model: {{{sizes}, {keys}}}\ntrain: {{micro_batch_size: 1}}\n")
+        job, start = Job.read(tmp_path / "job.yaml"), "model."
+    for key in (f"{start}dsa_indexer_n_heads", f"{start}dsa_indexer_topk"):
+        assert (key in effects(job)) is is_named
+        assert (key in job.without_effect) is not is_named
+
+
+def test_another_entry_point_of_skyrl_trains_with_an_engine_of_its_own(tmp_path: Path) -> None:
+    """``main`` in skyrl/train/entrypoints/main_base.py (a9564572)."""
+    for strategy in ("fsdp", "megatron"):
+        text = SKYRL.replace("strategy=megatron", f"strategy={strategy}")
+        assert script(tmp_path, text).not_supported is None
+        job = script(tmp_path, f"{text} trainer.override_entrypoint=integrations.arctic_rl.entrypoint")
+        assert job.not_supported is not None and "another program trains" in job.not_supported
+        assert not job.at_least
+
+
+@pytest.mark.parametrize(("offloads", "is_named"), [("True", False), ("False", True)])
+def test_a_critic_of_fsdp_is_told_wherever_its_tensors_are(offloads: str, is_named: bool, tmp_path: Path) -> None:
+    job = script(
+        tmp_path,
+        "python -m verl.trainer.main_ppo algorithm.adv_estimator=gae actor_rollout_ref.model.path=Qwen/Qwen3-8B "
+        "critic.model.path=Qwen/Qwen3-8B actor_rollout_ref.actor.strategy=fsdp "
+        f"critic.fsdp.param_offload={offloads} critic.fsdp.optimizer_offload={offloads}",
+    )
+    assert ("algorithm.adv_estimator" in effects(job)) is is_named
+    assert any("a critic takes steps of its own" in one for one in job.warnings) is not is_named
+
+
+def test_classes_of_automodel_are_not_of_other_frameworks(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("model: {seq_length: 4096}\ntrain: {micro_batch_size: 1}\n")
+    common = of_any_model(
+        Job.read(tmp_path / "job.yaml"), lambda model: Job.read(tmp_path / "job.yaml", architecture=model)
+    )
+    assert common is not None
+    assert "model_classes" not in common.depends_on_model

@@ -1,4 +1,4 @@
-"""No code reads a text that is written for people to decide anything: errors have fields, notices have kinds."""
+"""No code decides by a text for people or by the name of a family: errors have fields, notices kinds, families rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from memlab.config.families import FAMILIES
 
 MEMLAB = Path(__file__).parents[2] / "memlab"
 TEXTS = ("notice", "validation_error", "message")
@@ -65,3 +67,12 @@ def test_whether_there_is_a_text_may_be_asked() -> None:
 def test_no_code_reads_a_text_for_people() -> None:
     found = {path.name: lines for path in MEMLAB.rglob("*.py") if (lines := read_texts(path.read_text()))}
     assert found == {}
+
+
+@pytest.mark.parametrize("path", sorted(MEMLAB.rglob("*.py")), ids=lambda path: str(path.relative_to(MEMLAB)))
+def test_what_differs_between_families_is_in_their_rows(path: Path) -> None:
+    compared = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Compare))
+    constants = (each for node in compared for each in ast.walk(node) if isinstance(each, ast.Constant))
+    names = [each.lineno for each in constants if each.value in FAMILIES]
+    # Sizes without a name have the family that this file chooses for them.
+    assert not names or path == MEMLAB / "jobs" / "model.py"

@@ -13,7 +13,7 @@ from memlab.config.architectures import find_architecture
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.scenario import Scenario
-from memlab.config.settings import OFFLOAD_MODULES, MemorySettings, validation_error
+from memlab.config.settings import MODULES, OFFLOAD_MODULES, RECOMPUTE_MODULES, MemorySettings, validation_error
 from memlab.config.validation import RuleError
 
 MOE, DENSE = find_architecture("qwen3-moe-tiny"), find_architecture("phi-4-tiny")
@@ -159,6 +159,15 @@ def test_a_fused_norm_is_named_as_the_reason_that_a_setting_does_nothing() -> No
     assert "fused into linear_qkv" in without_effect.of_settings(settings, MOE)["offload_modules:attn_norm"]
 
 
+@pytest.mark.parametrize("names", [["QKV_Linear", "core-attn"], ["qkv_linear, core_attn"]])
+def test_names_of_modules_in_other_spellings_are_told_as_megatron_has_them(names: list[str]) -> None:
+    with pytest.raises(RuleError, match=r"one by one: write \['qkv_linear', 'core_attn'\]"):
+        MemorySettings(offload_modules=names)  # type: ignore[arg-type]
+    for unknown in ([""], ["core_attn nope"]):
+        with pytest.raises(RuleError, match="which memlab does not model: choose from"):
+            MemorySettings(offload_modules=unknown)  # type: ignore[arg-type]
+
+
 def test_a_minimum_size_without_offload_modules_is_said_to_do_nothing() -> None:
     reasons = without_effect.of_settings(MemorySettings(min_offloaded_tensor_size=0), MOE)
     assert list(reasons) == ["min_offloaded_tensor_size"]
@@ -205,3 +214,7 @@ def test_one_name_that_is_no_list_is_told_to_become_one_only_where_it_is_a_modul
         MemorySettings(offload_modules="core_attn")  # type: ignore[arg-type]
     with pytest.raises(RuleError, match=r"is 'all', must be a list of module names: name some of .*core_attn"):
         MemorySettings(offload_modules="all")  # type: ignore[arg-type]
+
+
+def test_the_settings_say_what_each_module_is() -> None:
+    assert {*MODULES} == {*RECOMPUTE_MODULES, *OFFLOAD_MODULES}

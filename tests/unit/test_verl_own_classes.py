@@ -71,6 +71,14 @@ def test_an_engine_of_the_trainer_has_its_own_keys(
     assert not [one.key for one in job.not_modelled if one.effect == "unknown"]
 
 
+@pytest.mark.parametrize(("shards", "copies"), [(-1, 1), (4, 1), (2, 2), (8, 1)])
+def test_ranks_that_share_a_row_have_shards_of_their_own_under_veomni(shards: int, copies: int, tmp_path: Path) -> None:
+    """``VeOmniEngine`` (1dda039b) counts copies of the data, to which ``fsdp_mesh`` of veomni 0.1.12 adds these ranks."""
+    keys = "{actor}.veomni.ulysses_parallel_size=2 {actor}.veomni.fsdp_size=" + str(shards)
+    _, found = fields(tmp_path, TRAINER, engine="veomni", keys=keys.format(actor=ACTOR))
+    assert found.get("dp_replicate_size", 1) == copies
+
+
 @pytest.mark.parametrize(
     ("keys", "is_on_host"),
     [

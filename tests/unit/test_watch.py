@@ -166,6 +166,33 @@ def test_each_category_has_the_bytes_that_the_tensors_have(x: torch.Tensor) -> N
     assert again.timeline.breakdown(again.timeline.first_step_event)["optimizer state"] == state_bytes
 
 
+class Basis:
+    """What an optimizer such as GaLore's keeps for a parameter: an object that has tensors."""
+
+    def __init__(self, model: nn.Module, parameter: nn.Parameter) -> None:
+        self.model, self.parameter, self.itself = model, parameter, self
+        self.vectors = {"left": [torch.ones(WIDTH, 4)]}
+
+
+class WithObjects(torch.optim.SGD):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters())
+        for parameter in model.parameters():
+            self.state[parameter]["basis"] = Basis(model, parameter)
+
+
+def test_tensors_of_objects_in_the_state_are_optimizer_state() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    model.table = torch.ones(3, WIDTH)
+    optimizer = WithObjects(model)
+    with memlab.watch(model, optimizer) as run:
+        pass
+    assert run.timeline is not None
+    parts = run.timeline.breakdown(run.timeline.first_step_event)
+    assert parts["parameters"] == bytes_of(model.parameters())
+    assert parts["optimizer state"] == 2 * 4 * WIDTH * 4, "neither the model nor its parameters are state"
+
+
 def test_gradients_that_no_optimizer_sees_are_gradients(x: torch.Tensor) -> None:
     model, _ = trained()
     with memlab.watch(model) as run:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memlab.config.families import FAMILIES
 from memlab.config.scenario import Scenario
 from memlab.engines.fsdp2.automodel_experts import change_experts
 from memlab.engines.fsdp2.automodel_norm import Norm
@@ -42,6 +43,7 @@ def change_classes(module: Any, scenario: Scenario) -> None:
         change_experts(module, scenario)
         return
     is_released = kind == "automodel_0.7.0"
+    has_own_norms = not FAMILIES[scenario.architecture.family].norms_of_transformers
     dtype = torch.float32 if is_released else model.embed_tokens.weight.dtype
     model.rotary_emb = _Rotations(model.rotary_emb, dtype, _positions_of_a_token(scenario))
     for layer in model.layers:
@@ -50,10 +52,10 @@ def change_classes(module: Any, scenario: Scenario) -> None:
             attention.__class__ = type(
                 type(attention).__name__, (_ReleasedAttention, type(attention)), {"__module__": attention.__module__}
             )
-        if model.config.model_type != "qwen3":
+        if has_own_norms:
             for name in _NORMS_OF_LAYER:
                 setattr(layer, name, Norm(getattr(layer, name), is_released=is_released))
-    if model.config.model_type != "qwen3":
+    if has_own_norms:
         model.norm = Norm(model.norm, is_released=is_released)
 
 

@@ -45,7 +45,7 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
     from transformers import AutoConfig
 
     sizes, family = architecture, FAMILIES[architecture.family]
-    channels = {"head_dim": sizes.kv_channels} if sizes.family not in ("phi3", "qwen2") else {}
+    channels = {"head_dim": sizes.kv_channels} if family.names_head_dim else {}
     experts = {}
     if sizes.routes:
         experts = {
@@ -78,7 +78,7 @@ def config_of(architecture: Architecture, num_layers: int, longest_sequence: int
         assert isinstance(pattern, tuple) and tokens is not None, "Gemma's config.json has both"
         kinds = ["sliding_attention" if has_window else "full_attention" for has_window in pattern]
         window = {"sliding_window": tokens[0] + 1, "layer_types": kinds[:num_layers]}
-    if sizes.family == "gemma3_text":  # the base of layers with windows is transformers' default
+    if family.window_rotary_base is not None:  # the base of layers with windows is transformers' default
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default"}}
     switches = {family.qk_norm_field: sizes.qk_layernorm}
     if not sizes.add_bias_linear:

@@ -17,6 +17,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from memlab.config.families import FAMILIES
+
 
 def divide(module: Any, mesh: Any, *, sequences: bool) -> None:
     """Divides the matrices of transformers' model over the ranks of a mesh, and between them the sequence if asked."""
@@ -33,7 +35,7 @@ def divide(module: Any, mesh: Any, *, sequences: bool) -> None:
 
 def _plan(module: Any, *, sequences: bool) -> dict[str, Any]:
     family = module.config.model_type
-    if family == "phi3":
+    if FAMILIES[family].fused_linears:
         return _plan_of_phi3()
     layer = "model.layers.*"
     by_columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")

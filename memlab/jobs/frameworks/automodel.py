@@ -73,6 +73,7 @@ _ATTENTION = "model.attn_implementation"
 _NORM = "torch_fp32"
 """The kind of norms that Automodel's own classes have by default: compiled, and computed in fp32."""
 _LONGEST = ("dataset.seq_length", "dataset.seq_len", "dataloader.collate_fn.max_length")
+_MULTIPLE = "dataloader.collate_fn.pad_seq_len_divisible"
 _OF_CLASSES = ("model.backend.rms_norm", "model.backend.rope", "model.use_liger_kernel")
 _SECTIONS = {
     "teacher_model": ("teacher_", "offload_teacher_model", "separate_meshes", "kd_"),
@@ -177,6 +178,7 @@ KEYS = (
     Key("packed_sequence.packed_sequence_size", "packed_tokens", WHOLE, 0),
     Key("packed_sequence.pack_size", "packed_tokens", WHOLE),
     *(Key(name, "longest", COUNT) for name in _LONGEST),
+    Key(_MULTIPLE, "sequence_multiple", COUNT, None),
     Key(IMAGES, "images_per_sequence", COUNT),
     Key("distributed.sequence_parallel", "sequence_parallel", SWITCH),
     Key("distributed.pipeline.pp_schedule", "schedule", TEXT),
@@ -395,6 +397,7 @@ def _take_rows(reading: Reading) -> None:
     """Takes the tokens of a row: a packed row's, or those of the longest sequence."""
     values = reading.values
     packed, longest = values.pop("packed_tokens") or 0, values.pop("longest", None)
+    multiple = values.pop("sequence_multiple") or 1
     if packed <= 0:
         reading.not_modelled = [one for one in reading.not_modelled if one.key != _PACKING_STRATEGY]
         reading.known.add(_PACKING_STRATEGY)
@@ -402,7 +405,7 @@ def _take_rows(reading: Reading) -> None:
         reading.take("packed_sequence.packed_sequence_size", "seq_length", packed)
         reading.miss("packed_sequence.packed_sequence_size", "more", "attention copies and counts packed sequences")
     elif longest:
-        values["seq_length"] = longest
+        values["seq_length"] = -(-longest // multiple) * multiple
     else:
         reading.assumed.append("the length of its sequences")
         reading.warnings.append(
@@ -410,8 +413,9 @@ def _take_rows(reading: Reading) -> None:
             "--set dataset.seq_length=TOKENS"
         )
     is_of_one_length = "mock" in str(reading.get("dataset._target_"))
-    if not packed and not is_of_one_length and values["micro_batch_size"] > 1:
-        reading.miss("step_scheduler.local_batch_size", "more", "rows are padded, and attention then has a mask")
+    pads = "step_scheduler.local_batch_size" if values["micro_batch_size"] > 1 else _MULTIPLE if multiple > 1 else None
+    if pads and not packed and not is_of_one_length:
+        reading.miss(pads, "more", "rows are padded, and attention then has a mask")
 
 
 def _take_optimizer(reading: Reading) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
@@ -121,8 +122,8 @@ class Reading:
         Raises:
             ValueError: If it is of another kind, with its line.
         """
-        is_given = self.get(key) is not None
-        return _converted(Key(key, "", conversion), self.entries.by_key[key]) if is_given else None
+        value = self.get(key)
+        return None if value is None else conversion.checked(self.entries.by_key[key].place, key, value)
 
     def take(self, key: str, field_name: str, value: Any) -> None:
         """Sets a field from a key that the table cannot express."""
@@ -250,8 +251,14 @@ class Framework:
     """Of a second model: whether it has passes between the first one's steps, and is not trained."""
     as_in_file: Callable[[str], str] = str
     """Gives the keys in a text the names that they have in the file."""
-    configurations: tuple[str, ...] = ()
-    """Names of the framework's own configurations, whose values are the defaults of `keys`."""
+    configurations: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Names of the framework's own configurations, each with the keys whose values are other ones than the defaults of
+    `keys`."""
+    configuration_of: dict[str, str] = field(default_factory=dict)
+    """Of the framework's own programs, which of these they read where a command names none."""
+    file_in_source: re.Pattern[str] | None = None
+    """Finds, in the source of a program, the path of the file that it reads where a command names none: the names of
+    folders below its own, and the file's, in quotes."""
     versions: tuple[str, ...] = ()
     """Among which the user has to choose where defaults differ; the newest first."""
     version_around: Callable[[Path], tuple[str, str] | None] = lambda _: None
@@ -284,7 +291,7 @@ class Framework:
                 if key.conversion is not TEXT:
                     reading.guessed.append(key.name)
                 continue
-            value = _converted(key, entry)
+            value = key.conversion.checked(entry.place, key.name, entry.value)
             if value is None and key.field in calculated:  # by `complete`, which needs a number
                 if key.default is ABSENT:
                     continue  # the field's other key has the default
@@ -328,6 +335,10 @@ class Framework:
             if not is_on:
                 continue
             reading.not_modelled.append(NotModelled(missing.name, value, missing.effect, missing.reason, place))
+            start = missing.name[: missing.name.rfind(".") + 1]
+            for key in reading.entries.by_key if missing.parts else ():
+                if key.startswith(tuple(start + name for name in missing.parts)):
+                    reading.miss(key, missing.effect, f"it is a part of {missing.name}")
             if missing.blocks:
                 reading.blocked[missing.of].append(f"{missing.name} {value} ({place}): {missing.reason}")
 
@@ -354,18 +365,6 @@ class Framework:
 
 
 _NAMES_A_MODEL = ("architecture", "loaded")
-
-
-def _converted(key: Key, entry: Entry) -> Any:
-    """Returns memlab's value of an entry.
-
-    Raises:
-        ValueError: If it is of another kind than the key's, with its line.
-    """
-    try:
-        return key.conversion.read(entry.value)
-    except ValueError as error:
-        raise refusal(entry.place, key.name, entry.value, error) from error
 
 
 def _known_end(value: Any) -> Any:

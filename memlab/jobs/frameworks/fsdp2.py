@@ -44,6 +44,7 @@ OF_SEVERAL_KEYS = frozenset(
 FLASH = "flash_attention_2"
 OUTPUT_LAYER = "lm_head"
 _CLASS_OF_AUTOMODEL = "PeftConfig"
+_ADAMS = ("torch.optim.AdamW", "torch.optim.Adam")
 
 
 def _read_resharding(value: Any) -> Any:
@@ -290,7 +291,12 @@ def take_types(reading: Reading, *, shards: str, compute: str, reduced: str) -> 
 
 
 def take_kept(reading: Reading, *, trains_all: bool, is_torch_adam: bool) -> None:
-    """Takes what FSDP2 keeps of each parameter: its shard, and of what torch's Adam trains three more in its type."""
+    """Takes what FSDP2 keeps of each parameter: its shard, and of what torch's Adam trains three more in its type.
+
+    Of a job whose shards are on the host it keeps nothing on the device.
+    """
+    if reading.values["fsdp_cpu_offload"]:
+        return
     shard = 4 if reading.values["fp32_sharded_params"] or reading.values["dtype"] == "fp32" else 2
     reading.kept_of_parameter["parameters"] = shard
     if trains_all:
@@ -311,6 +317,14 @@ def take_adam(reading: Reading) -> None:
     values["adam_implementation"] = "foreach" if is_foreach is not False else "for_loop"
     if values.pop("is_fused", None):
         values["adam_implementation"] = "fused"
+
+
+def take_optimizer(reading: Reading, key: str, kind: str, adams: Iterable[str] = _ADAMS) -> bool:
+    """Takes torch's Adam, and names by a key that a job has another optimizer; returns whether it is Adam."""
+    take_adam(reading)
+    if kind not in adams:
+        reading.miss(key, "either", f"memlab predicts torch's Adam and AdamW, not {kind}")
+    return kind in adams
 
 
 _OF_FUSED_ADAM = {

@@ -25,6 +25,17 @@ class Conversion:
     """Raises `ValueError` with what the value must be."""
     write: Callable[[Any], Any]
 
+    def checked(self, place: str, key: str, value: Any) -> Any:
+        """Returns memlab's value.
+
+        Raises:
+            ValueError: If the value is of another kind, with the key and its place.
+        """
+        try:
+            return self.read(value)
+        except ValueError as error:
+            raise refusal(place, key, value, error) from error
+
 
 Blocked = Literal["model", "towers", "precision", "engine", "job"]
 """What memlab does not have of a job: its model, which one that the user gives may replace; only the towers of its
@@ -62,6 +73,8 @@ class Missing:
     """The framework's value if the file does not give the key; `ABSENT` where that is what memlab models."""
     of: Blocked = "model"
     """Of what blocks: what memlab does not have."""
+    parts: tuple[str, ...] = ()
+    """How keys of the same section begin that say how large it is: without it they have no effect."""
 
 
 def is_false(value: Any) -> bool:

@@ -214,6 +214,7 @@ MISSING = (
         "another kind of attention is another model",
         other_than("gated_delta_net"),
         True,
+        parts=("dsa_", "csa_", "apply_dsa_"),
     ),
     Missing("heterogeneous_block_specs", "either", "layers of different shapes are another model", blocks=True),
     Missing("enable_mhc_connections", "more", "layers with several residual streams are another model", blocks=True),
@@ -316,7 +317,12 @@ MISSING = (
         Missing(name, "either", "the dispatcher exchanges tokens or their gradients in MXFP8", other_than("bf16"))
         for name in ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
     ),
-    Missing("moe_paged_stash", "either", "the experts' activations are kept in the pages of a buffer of fixed size"),
+    Missing(
+        "moe_paged_stash",
+        "either",
+        "the experts' activations are kept in the pages of a buffer of fixed size",
+        parts=("moe_paged_stash_",),
+    ),
     Missing("moe_expert_rank_capacity_factor", "either", "a rank's experts take no more tokens than this", is_given),
     Missing("batch_invariant_mode", "either", "kernels that do not depend on the batch have other temporaries"),
     Missing("symmetric_ar_type", "more", "buffers of symmetric memory for sums over ranks", is_given),

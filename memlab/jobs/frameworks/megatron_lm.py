@@ -201,10 +201,10 @@ _SWITCHED_OFF = {
 """Switches that set a field to false."""
 _DEFAULTS = {"moe_grouped_gemm": False}
 """What Megatron-LM does unless told otherwise, and memlab does not model."""
-_CORE_ROWS = (*MISSING, *MISSING_DDP, *MISSING_OPTIMIZER)
-_ROW = {row.name: row for row in _CORE_ROWS}
+_ROW = {row.name: row for row in (*MISSING, *MISSING_DDP, *MISSING_OPTIMIZER)}
+"""By the field of Megatron-Core's configs, of which two may have one that a single argument sets."""
 FLAGS_MISSING = (
-    *(replace(row, default=_DEFAULTS.get(row.name, ABSENT)) for row in _CORE_ROWS if row.name not in _NOT_ARGUMENTS),
+    *(replace(row, default=_DEFAULTS.get(row.name, ABSENT)) for row in _ROW.values() if row.name not in _NOT_ARGUMENTS),
     *(replace(_ROW[field], name=flag) for flag, field in _OTHER_NAMES.items()),
     *(replace(_ROW[field], name=flag, is_on=bool) for flag, field in _SWITCHED_OFF.items()),
     Missing("skip_train", "less", "the job evaluates and does not train", blocks=True, of="job"),

@@ -736,10 +736,7 @@ def _variable(reading: Reading, name: str, default: int) -> int:
             f"{name} is known only when the job runs, so memlab takes {default}: replace it in the file by its value"
         )
         return default
-    try:
-        return int(COUNT.read(parse_scalar(text)))
-    except ValueError as error:
-        raise refusal("environment", name, text, error) from error
+    return int(COUNT.checked("environment", name, parse_scalar(text)))
 
 
 def _complete_ranks(reading: Reading) -> int:
@@ -757,10 +754,7 @@ def _complete_ranks(reading: Reading) -> int:
                 f"--set {name}=VALUE"
             )
         else:
-            try:
-                values[field] = COUNT.read(parse_scalar(text))
-            except ValueError as error:
-                raise refusal("environment", name, text, error) from error
+            values[field] = COUNT.checked("environment", name, parse_scalar(text))
     nodes, per_node, ranks = (values.pop(name) for name in ("nodes", "ranks_per_node", "ranks_of_training"))
     if ranks:
         values.setdefault("world_size", ranks)
@@ -789,11 +783,7 @@ def _complete_extra(reading: Reading) -> None:
         key = f"{_EXTRA}.{name}"
         reading.entries.add(key, value, entry.line)
         if name in known:
-            try:
-                taken = known[name].conversion.read(value)
-            except ValueError as error:
-                raise refusal(entry.place, key, value, error) from error
-            reading.take(key, known[name].field, taken)
+            reading.take(key, known[name].field, known[name].conversion.checked(entry.place, key, value))
         for row in (row for row in _NOT_MODELLED if row.name == name):
             reading.known.add(key)
             try:

@@ -500,11 +500,7 @@ def _take_engine(reading: Reading) -> tuple[str, str]:
         given = [f"{_GENERATION}.{name}" for name in names if reading.entries.get(f"{_GENERATION}.{name}") is not None]
         for name in given:
             number = NUMBER if field_name == "engine_share" else COUNT
-            try:
-                value = number.read(reading.get(name))
-            except ValueError as error:
-                entry = reading.entries.by_key[name]
-                raise refusal(entry.place, name, entry.value, error) from error
+            value = reading.converted(name, number)
             reading.take(name, field_name, value * (values[field_name] if name != given[0] else 1))
     # vLLM's expert parallel ranks are its tensor parallel ranks times its data parallel ones (vllm_generation.py).
     experts, tensor = (
@@ -616,11 +612,7 @@ def _take_nodes_of_teachers(reading: Reading) -> int:
 
 def _whole(reading: Reading, key: str, default: int = 0) -> int:
     """Returns a number of nodes or GPUs, which changes how many are left for the training."""
-    try:
-        value = COUNT.read(reading.get(key))
-    except ValueError as error:
-        entry = reading.entries.by_key[key]
-        raise refusal(entry.place, key, entry.value, error) from error
+    value = reading.converted(key, COUNT)
     return default if value is None else int(value)
 
 
@@ -742,7 +734,7 @@ NEMO_RL = Framework(
     complete_of_model=_complete_model,
     check=check,
     compose=compose,
-    configurations=("grpo_math_1B",),
+    file_in_source=re.compile(r'args\.config = os\.path\.join\(([^=]{1,200}\.yaml")'),
     fixed=FIXED,
     packs=is_packed,
     padding_in_fp8=lambda unit, _, recipe: (unit, unit * _FP8_ROWS.get(recipe, 16)),

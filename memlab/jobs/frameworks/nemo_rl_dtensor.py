@@ -33,11 +33,11 @@ from memlab.jobs.frameworks.fsdp2 import (
     of_other_values,
     own_automodel,
     own_checkpoints,
-    take_adam,
     take_automodel_adapters,
     take_checkpointed_layers,
     take_fused_adam,
     take_kept,
+    take_optimizer,
     take_types,
 )
 from memlab.jobs.frameworks.keys import ALLOCATOR, COUNT, LONG_DTYPE, SWITCH, TEXT, WHOLE, Key, Missing, is_given, under
@@ -140,8 +140,14 @@ _OF_THIS_POLICY = ("policy.dtensor_cfg.*", "policy.optimizer.kwargs.*")
 
 
 def chooses_dtensor(values: dict[str, Any]) -> bool:
-    """Whether a job trains with the DTensor policy: it names no Megatron (``Policy`` in models/policy/lm_policy.py)."""
+    """Whether a job trains with the DTensor policy: it names no Megatron (``Policy`` in models/policy/lm_policy.py).
+
+    Where a job says nothing of either, its configuration is not known, and those that NeMo-RL's programs read by
+    themselves have the DTensor policy (``grpo_math_1B.yaml``, ``sft.yaml``, ...; 7ea279ab).
+    """
     dtensor, megatron = (str(values.get(f"policy.{name}.enabled")).lower() for name in ("dtensor_cfg", "megatron_cfg"))
+    if dtensor == "none":
+        return not any(key.startswith("policy.megatron_cfg.") for key in values)
     return dtensor == "true" and megatron != "true"
 
 
@@ -253,17 +259,12 @@ def _note_classes(reading: Reading) -> None:
 
 
 def _take_optimizer(reading: Reading) -> None:
-    values, key = reading.values, "policy.optimizer.name"
-    kind = str(values.pop("optimizer"))
-    is_adam = kind in ("torch.optim.AdamW", "torch.optim.Adam")
-    if not is_adam:
-        reading.miss(key, "either", f"memlab predicts torch's Adam and AdamW, not {kind}")
-    take_adam(reading)
+    values = reading.values
+    is_adam = take_optimizer(reading, "policy.optimizer.name", str(values.pop("optimizer")))
     trains_all = not values.pop("has_adapters")
     take_automodel_adapters(reading, f"{_DTENSOR}.lora_cfg", is_on=not trains_all)
-    if not values["fsdp_cpu_offload"]:
-        trains_all = trains_all and not freezes_language(reading, f"{_AUTOMODEL}.freeze_config")
-        take_kept(reading, trains_all=trains_all, is_torch_adam=is_adam)
+    trains_all = trains_all and not freezes_language(reading, f"{_AUTOMODEL}.freeze_config")
+    take_kept(reading, trains_all=trains_all, is_torch_adam=is_adam)
 
 
 def _take_rows(reading: Reading, longest: int, *, pairs: bool) -> None:

@@ -77,6 +77,7 @@ def take_rows(
     *,
     counted: Counting = by_first_fit,
     is_refused: bool = False,
+    are_shared_evenly: bool = False,
 ) -> None:
     """Takes packed micro-batches: rows of so many tokens on each rank.
 
@@ -88,6 +89,8 @@ def take_rows(
         sequences: Sequences of a step over all copies, where they are known.
         counted: How the framework counts the rows.
         is_refused: Whether the framework stops at a sequence above the budget, and gives it no row of its own.
+        are_shared_evenly: Whether each copy of the model has as many sequences as each other, and fills its rows with
+            these; else a row may hold any of the step's.
 
     Raises:
         ValueError: If the budget is no number of tokens.
@@ -100,6 +103,10 @@ def take_rows(
     (unit, unit_of_row), context = _units(reading), values.get("context_parallel_size") or 1
     # A row is filled with padded sequences up to the budget, and then padded itself.
     filled = max(1, tokens_per_rank * context // unit) * unit
+    if longest and sequences:
+        of_row = math.ceil(sequences / copies(reading)) if are_shared_evenly else sequences
+        # A step whose sequences do not fill the budget has smaller rows, however long its sequences are.
+        filled = min(filled, of_row * max(1, -(-longest // unit)) * unit)
     row = -(-filled // unit_of_row) * unit_of_row
     if longest and longest > row and is_refused:
         reading.warnings.append(

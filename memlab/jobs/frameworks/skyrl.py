@@ -85,6 +85,9 @@ FRAMEWORK_MISSING = (
     Missing("trainer.mtp.enabled", "more", "multi-token prediction: one more layer and set of logits"),
     Missing("trainer.policy.model.fake_int4_qat.enabled", "either", "weights are quantized in forward"),
     Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
+    # ``main`` in skyrl/train/entrypoints/main_base.py (a9564572) hands the command on, with keys of the other's own.
+    Missing("trainer.override_entrypoint", "either", "another program trains, with an engine of its own", is_given,
+            blocks=True, of="job"),
     Missing("trainer.fully_async.simulate_training", "less", "no step is taken: the training is simulated", blocks=True,
             of="job"),
     Missing(f"{_ENGINE}.model_dtype", "more", "memlab takes the inference engine's weights in 2 bytes",
@@ -148,7 +151,7 @@ def complete(reading: Reading) -> None:
     if tokens > 0:
         if not removes_padding:
             note_padded_rows(reading, "trainer.max_tokens_per_microbatch")
-        take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences)
+        take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences, are_shared_evenly=True)
     else:
         key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)

@@ -135,7 +135,7 @@ def wraps_others(value: Any) -> bool:
 
 
 FRAMEWORK_MISSING = (
-    *(row for row in SKYRL.missing if row.name.startswith(("generator.", "trainer.fully_async."))),
+    *(row for row in SKYRL.missing if row.name.startswith(("generator.", "trainer.fully_async.", "trainer.override_"))),
     Missing("trainer.mtp.enabled", "more", "the inference engine has a draft model too"),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
     Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
@@ -177,6 +177,8 @@ def complete(reading: Reading) -> None:
     _take_phases(reading, per_node, longest, is_colocated=is_colocated)
     _take_rows(reading, longest)
     note_steps(reading)
+    if reading.get("trainer.override_entrypoint"):
+        reading.kept_of_parameter.clear()  # by another engine
 
 
 def complete_engine(reading: Reading, policy: str, loss: str, chunk: str) -> None:
@@ -192,8 +194,7 @@ def complete_engine(reading: Reading, policy: str, loss: str, chunk: str) -> Non
     note_replaced_values(reading, kwargs)
     # ``HFModelWrapper`` has fp32 parameters, unless the policy only generates.
     take_types(reading, shards="fp32", compute=values.pop("compute"), reduced=values.pop("reduced"))
-    if not values["fsdp_cpu_offload"]:
-        take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=True)
+    take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=True)
     take_peft(reading, f"{policy}model.lora.rank")
     take_shards(reading, f"{policy}fsdp_config.fsdp_size")
     take_resharding(reading)
@@ -277,7 +278,7 @@ def _take_rows(reading: Reading, longest: int) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, removes_padding = values.pop("tokens_per_rank"), values.pop("removes_padding")
     if tokens > 0:
-        take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences)
+        take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences, are_shared_evenly=True)
     else:
         key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)

@@ -65,10 +65,9 @@ def complete(reading: Reading) -> None:
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
     if values.get("world_size") is None:
         _take_ranks(reading)
-    if not values["fsdp_cpu_offload"]:
-        take_kept(reading, trains_all=True, is_torch_adam=values["optimizer"] in ("Adam", "AdamW"))
-        if reading.get("optimizer.early_step_in_backward"):  # each parameter's gradient is freed when it is updated
-            reading.kept_of_parameter.pop("gradients")
+    take_kept(reading, trains_all=True, is_torch_adam=values["optimizer"] in ("Adam", "AdamW"))
+    if reading.get("optimizer.early_step_in_backward"):  # each parameter's gradient is freed when it is updated
+        reading.kept_of_parameter.pop("gradients", None)
 
 
 def complete_of_model(_: Reading, architecture: Architecture) -> None:

@@ -151,6 +151,28 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
+_SEPARATE = {
+    "algorithm.rollout_correction.bypass_mode": True,
+    f"{_ROLLOUT}.checkpoint_engine.backend": "nccl",
+    "rollout.nnodes": 1,
+    "rollout.n_gpus_per_node": 8,
+}
+"""What trainers whose inference engine has GPUs of its own set in ``verl/experimental`` (0.9.1 and 1dda039b)."""
+_FULLY_ASYNC, _ONE_STEP = _SEPARATE, _SEPARATE | {f"{_ROLLOUT}.free_cache_engine": False}
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "ppo_megatron_trainer": {},
+    "ppo_trainer": {},
+    "fully_async_ppo_megatron_trainer": _FULLY_ASYNC,
+    "fully_async_ppo_trainer": _FULLY_ASYNC,
+    "one_step_off_ppo_megatron_trainer": _ONE_STEP,
+    "one_step_off_ppo_trainer": _ONE_STEP,
+}
+CONFIGURATION_OF = {
+    "verl.experimental.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
+    "verl.experimental.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
+}
+
+
 def refuse_without_training(reading: Reading) -> None:
     """Refuses the jobs of verl's programs that take keys of a training, and train nothing."""
     refuse_program(reading, "main_generation(_server)?")
@@ -248,7 +270,7 @@ def complete(reading: Reading) -> None:
 def take_rows_of_budget(reading: Reading, tokens: int, longest: int | None, sequences: int | None) -> None:
     """Takes the micro-batches of the actor, which verl fills up to a budget; see `take_rows`."""
     key = f"{_ACTOR}.ppo_max_token_len_per_gpu"
-    take_rows(reading, key, tokens, longest, sequences, counted=by_tokens, is_refused=True)
+    take_rows(*(reading, key, tokens, longest, sequences), counted=by_tokens, is_refused=True, are_shared_evenly=True)
 
 
 def copies_of_bucket(reading: Reading) -> int:
@@ -458,6 +480,11 @@ def note_critic(reading: Reading, engine: str) -> None:
         )
     if not all(offloads):
         reading.miss(key, "more", "a critic is trained on the same GPUs: its parameters, gradients and optimizer state")
+    elif engine != "critic.megatron":
+        reading.warnings.append(
+            f"{key}: a critic takes steps of its own on the same GPUs, between the actor's, which memlab does not "
+            "predict"
+        )
 
 
 def compares(reading: Reading) -> bool:
@@ -517,7 +544,8 @@ VERL = Framework(
     without_own_key=frozenset(("offload_gradients",)),
     cannot_write_of=lambda scenario, settings: cannot_write(scenario, settings) | only_segments(scenario, "verl"),
     render=hydra_lines,
-    configurations=("ppo_megatron_trainer", "ppo_trainer", "fully_async_ppo_megatron_trainer"),
+    configurations=CONFIGURATIONS,
+    configuration_of=CONFIGURATION_OF,
     versions=VERSIONS,
     version_around=version_around,
 )

@@ -53,9 +53,8 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "critic.model.use_remove_padding")
-        take_rows(
-            reading, "critic.ppo_max_token_len_per_gpu", tokens, longest, sequences, counted=by_tokens, is_refused=True
-        )
+        key = "critic.ppo_max_token_len_per_gpu"
+        take_rows(reading, key, tokens, longest, sequences, counted=by_tokens, is_refused=True, are_shared_evenly=True)
         return
     key = "critic.ppo_micro_batch_size_per_gpu"
     if values.get("micro_batch_size") is None:

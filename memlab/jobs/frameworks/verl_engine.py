@@ -188,9 +188,9 @@ def _complete_optimizer(reading: Reading, optim: str) -> None:
     is_on = reading.get(f"{optim}.use_precision_aware_optimizer")
     for key in OPTIMIZER:
         own, override = f"{optim}.{key.name}", f"{optim}.override_optimizer_config.{key.name}"
-        if override in reading.entries.by_key:
-            if not reading.entries.by_key[override].is_unknown:
-                reading.values[key.field] = key.conversion.read(reading.get(override))
+        if (given := reading.entries.by_key.get(override)) is not None:
+            if not given.is_unknown:
+                reading.values[key.field] = key.conversion.checked(given.place, override, reading.get(override))
         elif key.name.endswith("_dtype") and own in reading.entries.by_key and not is_on:
             reading.values[key.field] = key.default
             reading.taken = [one for one in reading.taken if one.key != own]

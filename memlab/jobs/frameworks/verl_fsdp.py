@@ -29,11 +29,11 @@ from memlab.jobs.frameworks.fsdp2 import (
     own_checkpoints,
     own_transformers,
     peft_keys,
-    take_adam,
     take_attention,
     take_checkpointed_layers,
     take_kept,
     take_logprobs,
+    take_optimizer,
     take_peft,
     take_resharding,
     take_shards,
@@ -348,15 +348,10 @@ def _take_version(reading: Reading) -> None:
 
 def _take_optimizer(reading: Reading, optim: str) -> None:
     values = reading.values
-    kind = f"{values.pop('library')}.{values.pop('optimizer')}"
-    take_adam(reading)
-    is_adam = kind in ("torch.optim.AdamW", "torch.optim.Adam")
-    if not is_adam:
-        reading.miss(f"{optim}.optimizer", "either", f"memlab predicts torch's Adam and AdamW, not {kind}")
+    is_adam = take_optimizer(reading, f"{optim}.optimizer", f"{values.pop('library')}.{values.pop('optimizer')}")
     if values["fsdp_cpu_offload"]:  # the policy keeps them on the host already (``_build_fsdp_module``)
         values["offload_parameters"] = values["offload_optimizer"] = False
-    else:
-        take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=is_adam)
+    take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=is_adam)
 
 
 def _take_phases(reading: Reading, per_node: int, *, has_reference_on_host: bool) -> None:

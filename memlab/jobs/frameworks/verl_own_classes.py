@@ -20,12 +20,12 @@ from memlab.jobs.frameworks.fsdp2 import (
     check_family,
     check_shards,
     peft_keys,
-    take_adam,
     take_attention,
     take_checkpointed_layers,
     take_fused_adam,
     take_kept,
     take_logprobs,
+    take_optimizer,
     take_peft,
     take_resharding,
     take_shards,
@@ -116,10 +116,9 @@ def _take_veomni(reading: Reading, engine: str, optim: str) -> None:
     take_ulysses(reading)
     trains_all = values.get("lora_rank") is None
     take_peft(reading, f"{_MODEL if optim.startswith(_ACTOR) else 'model'}.lora_rank")
-    is_adam = values.pop("optimizer") == "adamw"
-    if not is_adam:
-        reading.miss(f"{optim}.optimizer", "either", "memlab predicts torch's Adam and AdamW")
-    take_adam(reading)
+    is_adam = take_optimizer(reading, f"{optim}.optimizer", values.pop("optimizer"), ("adamw",))
+    # ``fsdp_size`` counts copies of the data, and ranks that share a row have shards of their own (``fsdp_mesh``).
+    values["ranks_of_shards"] *= values.get("context_parallel_size") or 1
     take_shards(reading, f"{engine}.fsdp_size")
     take_resharding(reading)
     # ``parallelize_model_fsdp2`` in veomni/distributed/torch_parallelize.py: the root stays until backward.
@@ -128,7 +127,7 @@ def _take_veomni(reading: Reading, engine: str, optim: str) -> None:
         values["fsdp2_forward_prefetch_depth"] = 1
     if values.pop("is_checkpointing"):
         take_checkpointed_layers(reading)
-    _take_kept(reading, trains_all=trains_all, is_torch_adam=is_adam)
+    take_kept(reading, trains_all=trains_all, is_torch_adam=is_adam)
 
 
 def _keys_of_automodel(engine: str, optim: str, model: str) -> tuple[Key, ...]:
@@ -162,14 +161,10 @@ def _take_automodel(reading: Reading, engine: str, optim: str) -> None:
         del values["sequence_parallel"]
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
     values |= {"reshard_after_forward": "all_but_last", "fsdp_cpu_offload": False}
-    kind = f"{values.pop('library')}.{values.pop('optimizer')}"
-    is_adam = kind in ("torch.optim.AdamW", "torch.optim.Adam")
-    if not is_adam:
-        reading.miss(f"{optim}.optimizer", "either", f"memlab predicts torch's Adam and AdamW, not {kind}")
-    take_adam(reading)
+    is_adam = take_optimizer(reading, f"{optim}.optimizer", f"{values.pop('library')}.{values.pop('optimizer')}")
     if values.pop("is_checkpointing"):
         take_checkpointed_layers(reading)
-    _take_kept(reading, trains_all=True, is_torch_adam=is_adam)
+    take_kept(reading, trains_all=True, is_torch_adam=is_adam)
 
 
 def _keys_of_torchtitan(engine: str, optim: str, model: str) -> tuple[Key, ...]:
@@ -194,20 +189,13 @@ def _take_torchtitan(reading: Reading, engine: str, optim: str) -> None:
     take_types(reading, shards="fp32", compute="bf16", reduced="fp32")
     reading.miss(f"{engine}.attn_type", "either", "memlab has no attention of torchtitan's")
     values["defer_fsdp_grad_sync"] = False
-    is_adam = values.pop("optimizer") in ("Adam", "AdamW")
-    if not is_adam:
-        reading.miss(f"{optim}.name", "either", "memlab predicts torch's Adam and AdamW")
+    is_adam = take_optimizer(reading, f"{optim}.name", values.pop("optimizer"), ("Adam", "AdamW"))
     values["adam_implementation"] = "fused"  # of ``OptimizersContainer.Config``
     if (kind := values.pop("checkpointing")) == "full":
         take_checkpointed_layers(reading)
     elif kind == "selective":
         reading.miss(f"{engine}.activation_checkpoint", "less", "torchtitan keeps chosen operations of each layer")
-    _take_kept(reading, trains_all=True, is_torch_adam=is_adam)
-
-
-def _take_kept(reading: Reading, *, trains_all: bool, is_torch_adam: bool) -> None:
-    if not reading.values.get("fsdp_cpu_offload"):
-        take_kept(reading, trains_all=trains_all, is_torch_adam=is_torch_adam)
+    take_kept(reading, trains_all=True, is_torch_adam=is_adam)
 
 
 _VEOMNI = _Engine(
@@ -309,7 +297,10 @@ def _of_trainer(engine: _Engine) -> Framework:
         on_host = engine is _TORCHTITAN or bool(values["offload_parameters"] if moves is None else moves)
         verl_fsdp.complete_trainer(reading, engine.name, section, has_reference_on_host=on_host)
 
-    without_effect = of_fsdp.without_effect | keys_without_effect(f"verl_{engine.name}", section)
+    reference = f"actor_rollout_ref.ref.{engine.name}"
+    without_effect = of_fsdp.without_effect | {f"{reference}.optimizer_offload"}  # a reference model has no optimizer
+    for one in (section, reference):
+        without_effect |= keys_without_effect(f"verl_{engine.name}", one)
     return Framework(
         name=f"verl-{engine.name}",
         title=f"verl with {engine.title}",

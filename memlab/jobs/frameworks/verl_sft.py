@@ -81,7 +81,12 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "model.use_remove_padding")
-        take_rows(reading, "data.max_token_len_per_gpu", tokens, longest, sequences, counted=by_tokens, is_refused=True)
+        take_rows(
+            *(reading, "data.max_token_len_per_gpu", tokens, longest, sequences),
+            counted=by_tokens,
+            is_refused=True,
+            are_shared_evenly=True,
+        )
     else:
         key = "data.micro_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)
@@ -121,7 +126,7 @@ VERL_SFT = Framework(
     without_own_key=frozenset(("offload_gradients",)),
     cannot_write_of=cannot_write,
     render=hydra_lines,
-    configurations=("sft_trainer_engine",),
+    configurations={"sft_trainer_engine": {}},
     versions=VERSIONS,
     version_around=version_around,
 )

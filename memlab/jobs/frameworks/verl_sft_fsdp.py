@@ -61,7 +61,8 @@ def complete_trainer(reading: Reading) -> None:
     longest, sequences, tokens = values.pop("longest"), values.pop("sequences"), values.pop("tokens_per_rank")
     removes_padding = values.pop("removes_padding")
     if values.pop("is_dynamic"):
-        take_rows(reading, "data.max_token_len_per_gpu", tokens, longest, sequences, counted=by_tokens, is_refused=True)
+        key = "data.max_token_len_per_gpu"
+        take_rows(reading, key, tokens, longest, sequences, counted=by_tokens, is_refused=True, are_shared_evenly=True)
     else:
         take_sequences(
             reading, longest, sequences, packed_by="data.micro_batch_size_per_gpu" if removes_padding else None

@@ -10,7 +10,7 @@ import ipywidgets
 
 from memlab.config import without_effect
 from memlab.config.option import Option
-from memlab.config.settings import MemorySettings
+from memlab.config.settings import MODULES, MemorySettings
 from memlab.units import format_bytes
 from memlab.views.panel.option_control import OptionControl
 from memlab.views.panel.run import GRADIENTS, TRIED
@@ -26,21 +26,6 @@ _ON_HOST = {
     "offload_optimizer": "optimizer state",
 }
 _EXCEPT_UPDATE = "offload_optimizer_except_update"
-_MODULES = {
-    "attn_norm": "the norm before attention (if it is a module of its own)",
-    "qkv_linear": "the linear layer that makes queries, keys and values",
-    "core_attn": "attention without its linear layers (scores, softmax, and their product with the values)",
-    "attn_proj": "the linear layer after attention (needs core_attn, too)",
-    "mlp_norm": "the norm before the MLP or the experts (if it is a module of its own)",
-    "expert_fc1": "the first linear layer of the experts of an MoE layer",
-    "moe_act": "the activation function of the experts of an MoE layer",
-    "layernorm": "the norms before attention and before the MLP",
-    "mla_up_proj": "the projections from the latent vectors of latent attention, and the rotation",
-    "mlp": "the MLP of a dense layer",
-    "shared_experts": "the MLP beside the experts that all tokens pass through",
-    "moe": "the whole MoE part of a layer (router and experts)",
-}
-"""What each module is; the glossary has the terms."""
 _OF_FEW_MODELS = ("mla_up_proj", "shared_experts")
 
 
@@ -99,7 +84,7 @@ class SettingsControls:
         return box
 
     def _tick(self, field: str, module: str) -> Any:
-        what = _MODULES[module]
+        what = MODULES[module]
         tooltip = (
             f"Recomputes {what}" if field == "recompute_modules" else f"Copies to the host what is saved by {what}"
         )
