@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from memlab.meter.recording import GRADIENT, Role
 from memlab.replay.offload_calls import spec_of
-from memlab.replay.passes import Known, Pass, PassesOfStep, Unit
+from memlab.replay.passes import Key, Known, Pass, PassesOfStep, Unit
 from memlab.replay.presumptions import Presumptions
 from memlab.replay.retention import Retention
 
@@ -20,29 +20,16 @@ Freed = list[tuple[int, Role]]
 """As `memlab.meter.recording.freed_by` returns it."""
 
 
-class Key(NamedTuple):
-    """What decides about one direction of a pass."""
-
-    direction: str
-    kind: int
-    """Of the unit."""
-    circumstances: tuple[Any, ...]
-    """What the unit finds."""
-    neighbours: tuple[int, ...] = ()
-    """Kinds of the units beside it, as far as they decide."""
-    groups: tuple[Any, ...] = ()
-    """As `RepeatedCalls.next_groups`."""
-
-
 @dataclass(slots=True, eq=False)
 class Knowledge:
     """Remembers recorded passes, and which of them are proven.
 
-    A pass is proven by another one with the same events: the one before it through a unit of its kind, or with its key.
+    A pass is proven by another one with the same events: the next or the last one through a unit of its kind, or with
+    its key; or by those at both ends of its row (`Presumptions`).
     After the model has started over, it is still known what it did under one settings, which are a part of a kind. In
     its first step, the first pass with a key may allocate what later ones find. So that one is replayed only as the
-    first pass with this key of an earlier model's first step. With MoE layers, that one must have done the same as a
-    pass before it.
+    first pass with this key of an earlier model's first step. With MoE layers, that one must have done the same as the
+    pass before it or after it.
     """
 
     step: PassesOfStep

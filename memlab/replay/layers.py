@@ -9,7 +9,8 @@ allocator gets every request.
 What repeats is a *unit* (`memlab.replay.units`). A pass is replayed only if
 
 - a pass of a unit of its kind between units of the same kinds has been recorded,
-- the recorded pass had the same events as the one recorded before it,
+- the recorded pass had the same events as one recorded before or after it, or a pass at each end of its row of equal
+  layers shows that in the same step (`memlab.replay.presumptions`),
 - every storage that the events are about is known: the layer's own, its input, the gradient of its output, what the
   unit's earlier pass left allocated, what the backward pass before it has copied back from the host, or the host copies
   of the layers before it.

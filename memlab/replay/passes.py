@@ -26,6 +26,20 @@ class NotReplayableError(RuntimeError):
     """A pass was replayed whose backward did not turn out like the others."""
 
 
+class Key(NamedTuple):
+    """What decides about one direction of a pass."""
+
+    direction: str
+    kind: int
+    """Of the unit."""
+    circumstances: tuple[Any, ...]
+    """What the unit finds."""
+    neighbours: tuple[int, ...] = ()
+    """Kinds of the units beside it, as far as they decide."""
+    groups: tuple[Any, ...] = ()
+    """As `RepeatedCalls.next_groups`."""
+
+
 class Mark(NamedTuple):
     """Where one direction of a stepped pass begins."""
 

@@ -12,12 +12,9 @@ were stepped. So the first step of its kind presumes nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from memlab.replay.passes import Known, NotReplayableError, Pass, Unit
-
-if TYPE_CHECKING:
-    from memlab.replay.knowledge import Key
+from memlab.replay.passes import Key, Known, NotReplayableError, Pass, Unit
 
 _DIRECTIONS = ("forward", "backward")
 _PLACES = ("front", "inner", "back")

@@ -27,9 +27,9 @@ from memlab.meter.recording import (
 from memlab.meter.repeater import Repeater
 from memlab.replay.communication import Communication
 from memlab.replay.dispatchers import Dispatchers
-from memlab.replay.knowledge import Key, Knowledge
+from memlab.replay.knowledge import Knowledge
 from memlab.replay.offload_calls import Calls, RepeatedCalls
-from memlab.replay.passes import Known, NotReplayableError, Pass, PassesOfStep, Unit
+from memlab.replay.passes import Key, Known, NotReplayableError, Pass, PassesOfStep, Unit
 from memlab.replay.retention import Retention
 from memlab.replay.units import enter_layers
 from memlab.vocabulary import POOLS
