@@ -48,6 +48,10 @@ class Check(Goals):
         elif not record.is_steady:
             hint = "leave out warm_up=False: memlab then takes a warm-up step, and records the step after it"
             self.goal(False, "the step is not steady (no equal step came right before it), must be steady", hint)
+        elif (parts := sum(record.peak_by_category.values())) != record.peak_allocated_bytes:
+            peak = format_bytes(record.peak_allocated_bytes)
+            hint = "hand in the record as the step returned it"
+            self.goal(False, f"the record's peak is {peak}, but its categories add up to {format_bytes(parts)}", hint)
 
     def peak_below(self, num_bytes: int, hint: str = "") -> Self:
         """Requires `peak_allocated_bytes` below a number of bytes.

@@ -25,6 +25,10 @@ _OVERRIDE = re.compile(
 such as ``transformers==5.4.0`` is a package that a launcher installs."""
 _TIGHT_COLON = re.compile(r"([{,]\s*[\w.]+):(?=\S)")
 """Hydra takes ``{a:1}`` as a mapping, YAML only ``{a: 1}``."""
+_CAST = re.compile(r"(?:int|float|bool)\(\s*(['\"]?)([\w.+-]*)\1\s*\)")
+"""Hydra's casts of a value, as in ``int(2)`` and ``bool('true')``."""
+_FALSE_OF_YAML = ("no", "off")
+"""What is false for YAML and a text, which counts as true, for Hydra."""
 _DELETION = re.compile(r"~([A-Za-z_][A-Za-z0-9_]*(?:[.][A-Za-z0-9_-]+)*)(=.*)?", re.DOTALL)
 # A match begins where the dashes do: a search from every dash of a long line would take hours.
 _BLOCK_START = re.compile(r"(?<!-)-{6,} arguments -{6,}[ \t\r]*$", re.MULTILINE)
@@ -112,6 +116,8 @@ def add_override(entries: Entries, key: str, text: str, line: int | None) -> Non
     Raises:
         ValueError: If the mapping is none.
     """
+    if cast := _CAST.fullmatch(text.strip()):
+        text = cast[2]
     for parent in parents_of(key)[1:]:  # the first may be the choice of a group, such as engine=megatron
         if parent in entries.by_key and not is_interpolation(entries.by_key[parent].value):
             del entries.by_key[parent]
@@ -122,6 +128,11 @@ def add_override(entries: Entries, key: str, text: str, line: int | None) -> Non
             where = "--set" if line is None else f"line {line}"
             entries.warnings.append(
                 f"{where}: {key}=None is the text None for Hydra, and no null: memlab takes null; write {key}=null"
+            )
+        if line is not None and text.strip("'\"").lower() in _FALSE_OF_YAML:
+            entries.warnings.append(
+                f"line {line}: {key}={text} is a text for Hydra, which counts as true, and false for YAML: memlab "
+                f"takes false; write {key}=false or {key}=true"
             )
         entries.add(key, text if UNKNOWN in text else parse_value(text), line)
         return

@@ -235,6 +235,8 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
             _note_gated_delta_net(reading)
     if architecture.add_bias_linear and is_megatron:
         _drop_beside_biases(reading, architecture)
+    if architecture.routes and values.get("lora_fsdp2_library") == "peft":
+        _note_adapters_of_experts(reading, architecture)
     if is_megatron and architecture.only_in_transformers:
         raise ValueError(
             f"the job's model is {architecture.name}, whose {architecture.only_in_transformers} memlab does not have "
@@ -364,6 +366,26 @@ def _drop_beside_biases(reading: Reading, architecture: Architecture) -> None:
         keys = [key.removesuffix(".dim") for key in reading.take_back(field)]
         reading.miss(keys[0] if keys else "peft", effect, reason)
         values[field] = None
+
+
+_EXPERTS_WITHOUT_ADAPTERS = ("gpt_oss", "qwen3_5_moe_text")
+"""Families whose experts PEFT 0.21.2 leaves out, also with ``all-linear``."""
+_LINEARS_OF_EXPERTS = dict.fromkeys(("mixtral", "minimax_m2"), ("w1", "w2", "w3"))
+
+
+def _note_adapters_of_experts(reading: Reading, architecture: Architecture) -> None:
+    """Names PEFT's adapters of experts, beside which memlab predicts those of the other linears.
+
+    transformers 4 has a linear for each expert, transformers 5 one parameter for all, which PEFT adapts too, whatever
+    linears are excluded (``_convert_peft_config_moe`` in utils/transformers_weight_conversion.py, 0.21.2).
+    """
+    family, targets = architecture.family, reading.values.get("lora_target_modules") or ()
+    of_experts = _LINEARS_OF_EXPERTS.get(family, ("gate_proj", "up_proj", "down_proj"))
+    if family in _EXPERTS_WITHOUT_ADAPTERS or (targets and not any(each.endswith(of_experts) for each in targets)):
+        return
+    keys = [one.key for one in reading.taken if one.field == "lora_target_modules"]
+    reason = "PEFT's adapters of experts, each layer's with a copy of all its experts' weights in forward and backward"
+    reading.miss(keys[0] if keys else "lora_target_modules", "more", reason)
 
 
 def _complete_exchange(reading: Reading, layout: Layout) -> None:
@@ -544,6 +566,8 @@ def _num_microbatches(reading: Reading, layout: Layout) -> int:
     if given is not None or global_batch is None:
         return given or 1
     per_pass = (values.get("micro_batch_size") or 1) * layout.data_parallel_size
+    if values.get("decreases_batch") and global_batch > per_pass:
+        global_batch -= global_batch % per_pass
     if global_batch % per_pass:
         raise CannotStartError(
             f"the global batch has {global_batch} sequences, must be a multiple of {per_pass} (micro-batch "

@@ -338,6 +338,7 @@ def _built(
             reading.not_modelled.append(
                 NotModelled(key, entry.value, "unknown", "memlab does not know this key", entry.place)
             )
+    unread = [f"what {reading.unread} sets"] if reading.unread else []
     return cls(
         path=reading.path,
         framework=framework.name,
@@ -354,7 +355,7 @@ def _built(
         precision="; ".join(precisions),
         has_own_engine=bool(engines),
         at_least=_least_kept(reading, architecture) if refuses else {},
-        guesses=tuple(dict.fromkeys([*reading.guessed, *reading.assumed, *_what_sets(reading.unread)])),
+        guesses=tuple(dict.fromkeys([*reading.guessed, *reading.assumed, *unread])),
         questions=tuple(dict.fromkeys(reading.questions)),
         taken=tuple(_last(reading.taken)),
         without_effect=without_effect,
@@ -491,10 +492,6 @@ def _rollout(reading: Reading, scenario: Scenario | None) -> Rollout | None:
         reading.warnings.append(f"the pass for log-probabilities is not predicted: {error}")
         return None
     return reading.rollout
-
-
-def _what_sets(unread: str) -> list[str]:
-    return [f"what {unread} sets"] if unread else []
 
 
 def _drop_experts(reading: Reading, architecture: Architecture, *, is_own: bool) -> None:

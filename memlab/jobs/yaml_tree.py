@@ -164,7 +164,8 @@ class _Composer:
             self._place(node)
             return
         if isinstance(event, yaml.ScalarEvent):
-            node = Node(_scalar(event.value) if event.implicit[0] else event.value, line)
+            is_plain = event.implicit[0] or event.tag in _TAGS_OF_VALUES  # a tag counts more than quotes
+            node = Node(_scalar(event.value) if is_plain else event.value, line)
             self._place(node)
         elif isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
             node = Node({} if isinstance(event, yaml.MappingStartEvent) else [], line)
@@ -187,6 +188,7 @@ class _Composer:
             keys.append(str(node.value) if not isinstance(node.value, (dict, list)) else "?")
 
 
+_TAGS_OF_VALUES = tuple(f"tag:yaml.org,2002:{name}" for name in ("int", "float", "bool", "null"))
 _INTEGER = re.compile(r"[-+]?(?:0b[01_]+|0x[0-9a-fA-F_]+|0[0-7_]+|(?:0|[1-9][0-9_]*))")
 _FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9_]+(?:[eE][-+]?[0-9]+)?)"

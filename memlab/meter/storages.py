@@ -206,6 +206,7 @@ class Storages:
             allocation.num_bytes = allocation.requested_bytes = 0
             allocation.num_bytes = self.memory.take(allocation, storage.nbytes())
             allocation.requested_bytes = storage.nbytes()
+            allocation.is_emptied = not allocation.requested_bytes
             self.log.note(allocation.num_bytes, allocation)
 
     def _end_kernel(self) -> None:

@@ -221,6 +221,11 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             for not_steady in (replace(PLAIN, is_steady=False), JobRecord.of([PLAIN, replace(PLAIN, is_steady=False)]))
         ),
         (
+            replace(PLAIN, peak_allocated_bytes=1),
+            ("peak_below", 10**15),
+            "the record's peak is 1 B, but its categories add up to ",
+        ),
+        (
             with_settings(replace(FULL, checkpoint_input_remedy="release_storage")),
             ("remedy_empties_no_storage",),
             "which empties storages, must only drop references. Hint: choose a remedy that",

@@ -8,9 +8,12 @@ import pytest
 
 from memlab.config.architectures import find_architecture, published_architecture
 from memlab.config.model_restrictions import check_on_model
+from memlab.jobs.arguments import read_overrides
+from memlab.jobs.entries import Entries
 from memlab.jobs.frameworks.registry import TABLES
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
+from memlab.jobs.yaml_tree import flat, read_yaml
 
 _VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 "
 _SLIME = "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --expert-model-parallel-size 8 "
@@ -978,3 +981,33 @@ def test_tokens_are_those_of_a_known_tokenizer(kind: str, file: str, tokens: int
         return
     assert job.required()[0].architecture.vocab_size == tokens
     assert any(f"{tokens:,}" in line for line in job.warnings)
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ("int(2)", 2), ("int('2')", 2), ("float( 1e-6 )", 1e-6), ("bool('true')", True),
+        ("str(2)", "str(2)"),
+    ],
+)  # fmt: skip
+def test_casts_of_hydra_are_read(value: str, read: object) -> None:
+    entries = Entries()
+    read_overrides([(f"actor.megatron.size={value}", 3)], entries)
+    assert entries.by_key["actor.megatron.size"].value == read
+
+
+@pytest.mark.parametrize("value", ["no", "off", "No", "'no'"])
+def test_a_word_that_is_false_only_for_yaml_is_said(value: str) -> None:
+    for override in (f"actor.offload={value}", f"+actor.offload={value}"):
+        entries = Entries()
+        read_overrides([(override, 3)], entries)
+        assert any("counts as true" in one and one.startswith("line 3:") for one in entries.warnings)
+    entries = Entries()
+    read_overrides([("actor.offload=false", 3), ("actor.name=normal", 4)], entries)
+    assert not entries.warnings
+
+
+def test_tags_of_yaml_count_more_than_quotes() -> None:
+    text = 'a: !!int "64"\nb: !!str 64\nc: !!float "1"\nd: !!bool "no"\ne: "64"\nf: !!null ""'
+    read = {key: entry.value for key, entry in flat(read_yaml(text, "tags.yaml"), "tags.yaml").by_key.items()}
+    assert read == {"a": 64, "b": "64", "c": 1, "d": False, "e": "64", "f": None}

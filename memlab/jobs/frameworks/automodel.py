@@ -109,10 +109,6 @@ _RANKS_OF_A_NODE = 8
 """Of the machines on which Automodel's own tests run its recipes."""
 
 
-def _read_size(value: Any) -> Any:
-    return None if value in (None, "none", "None") else COUNT.read(value)
-
-
 def _read_checkpointing(value: Any) -> str | None:
     # ``_normalize_activation_checkpointing`` in recipes/_dist_utils.py
     word = str(value).lower().replace("-", "_")
@@ -125,13 +121,12 @@ def _read_checkpointing(value: Any) -> str | None:
     return word
 
 
-def _read_storage(value: Any) -> Any:
-    return "auto" if value in (None, "auto") else LONG_DTYPE.read(value)
-
-
-_SIZE = Conversion(_read_size, lambda value: value)
+_SIZE = Conversion(lambda value: None if value in (None, "none", "None") else COUNT.read(value), lambda value: value)
 _MODE = Conversion(_read_checkpointing, lambda value: value == "full" if value in (None, "full") else value)
-_STORAGE = Conversion(_read_storage, lambda value: value if value == "auto" else LONG_DTYPE.write(value))
+_STORAGE = Conversion(
+    lambda value: "auto" if value in (None, "auto") else LONG_DTYPE.read(value),
+    lambda value: value if value == "auto" else LONG_DTYPE.write(value),
+)
 _RESHARDED = {None: "all_but_last", True: "all", False: "none"}
 _RESHARD = Conversion(
     lambda value: _RESHARDED[None if value is None else SWITCH.read(value)],

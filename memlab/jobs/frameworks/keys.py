@@ -194,15 +194,6 @@ def _read_load_balancing(value: Any) -> str:
     return found
 
 
-def _read_dispatcher(value: Any) -> str:
-    # Another type is named as not modelled, and memlab then predicts alltoall.
-    return value if value in ("allgather", "flex") else "alltoall"
-
-
-def _read_flex_backend(value: Any) -> str:
-    return "hybridep" if value == "hybridep" else "deepep"  # another one is named as not modelled
-
-
 def exchange_of(value: Any) -> str | None:
     """Returns what context parallel ranks exchange; None if memlab does not have it, or if it differs between layers.
 
@@ -210,10 +201,6 @@ def exchange_of(value: Any) -> str | None:
     """
     kinds = {str(one) for one in value} if isinstance(value, list) else {"p2p" if value is None else str(value)}
     return next(iter(kinds)) if kinds in ({"p2p"}, {"a2a"}) else None
-
-
-def _read_exchange(value: Any) -> str:
-    return exchange_of(value) or "p2p"  # another is named as not modelled
 
 
 def _read_capacity(value: Any) -> Any:
@@ -245,11 +232,13 @@ LONG_DTYPE = Conversion(_read_dtype, lambda value: _LONG_DTYPES[value])
 ROUTER_DTYPE = Conversion(_read_router_dtype, lambda value: None if value == "params_dtype" else value)
 PIPELINE_LAYOUT = Conversion(lambda value: None if not value else text_of_layout(value), _same)
 LOAD_BALANCING = Conversion(_read_load_balancing, _same)
-DISPATCHER = Conversion(_read_dispatcher, _same)
-FLEX_BACKEND = Conversion(_read_flex_backend, _same)
+DISPATCHER = Conversion(lambda value: value if value in ("allgather", "flex") else "alltoall", _same)
+FLEX_BACKEND = Conversion(lambda value: "hybridep" if value == "hybridep" else "deepep", _same)
+"""Another dispatcher or library is named as not modelled."""
 DEEP_EP_SMS = Conversion(lambda value: _read_whole(value) or 20, _same)
 """Megatron-Core's own default, and that of DeepEP where newer configs have None."""
-CP_COMM_TYPE = Conversion(_read_exchange, _same)
+CP_COMM_TYPE = Conversion(lambda value: exchange_of(value) or "p2p", _same)
+"""Another exchange is named as not modelled."""
 IMPLEMENTATION = Conversion(lambda value: "local" if value == "local" else "transformer_engine", _same)
 """Of the layers; another one is named as not modelled."""
 CUDA_GRAPHS = Conversion(lambda value: "full_iteration" if value == "full_iteration" else "none", _same)
