@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import FunctionType, SimpleNamespace
@@ -168,7 +168,7 @@ def _replacements() -> dict[str, Any]:
     language_module = "megatron.core.models.common.language_module.language_module"
     by_megatron = {
         "multi_tensor_applier": utils.local_multi_tensor_applier,
-        "multi_tensor_scale_impl": _as_one_kernel(utils.local_multi_tensor_scale),
+        "multi_tensor_scale_impl": one_kernel()(utils.local_multi_tensor_scale),
     }
     linear = "megatron.core.tensor_parallel.layers"
     rope = "megatron.core.models.common.embeddings.rope_utils"
@@ -234,7 +234,7 @@ def _replacements() -> dict[str, Any]:
         f"{optimizer}.CPUAdam": HostAdam,
         **{f"{optimizer}.optimizer.{name}": value for name, value in by_megatron.items()},
         **{f"{optimizer}.clip_grads.{name}": value for name, value in by_megatron.items()},
-        f"{optimizer}.clip_grads.l2_norm_impl": _as_one_kernel(utils.local_multi_tensor_l2_norm),
+        f"{optimizer}.clip_grads.l2_norm_impl": one_kernel()(utils.local_multi_tensor_l2_norm),
         f"{optimizer}.clip_grads.multi_tensor_scale_tensor_impl": None,
     }
 
@@ -284,7 +284,7 @@ def _compiled_functions(num_modules: int) -> list[tuple[Any, str, Any]]:
     classes = {value for module in modules for value in vars(module).values() if isinstance(value, type)}
     own_classes = [cls for cls in classes if cls.__module__.startswith("megatron.core.")]
     found = [
-        (owner, name, _as_one_kernel(value._torchdynamo_orig_callable))
+        (owner, name, one_kernel()(value._torchdynamo_orig_callable))
         for owner in (*modules, *own_classes)
         for name, value in vars(owner).items()
         if isinstance(value, FunctionType) and hasattr(value, "_torchdynamo_orig_callable")
@@ -295,11 +295,3 @@ def _compiled_functions(num_modules: int) -> list[tuple[Any, str, Any]]:
             f"{_NUM_COMPILED}: unset TORCH_COMPILE_DISABLE, or install the versions that memlab pins"
         )
     return found
-
-
-def _as_one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with one_kernel():
-            return function(*args, **kwargs)
-
-    return run

@@ -46,6 +46,11 @@ def eager_backward() -> Iterator[None]:
         _active.depth = outer
 
 
+def is_inactive() -> bool:
+    """Whether this thread is in no block of `eager_backward`."""
+    return not _active.depth
+
+
 def as_autograd(answer: Answer) -> Answer:
     """Returns answers in which autograd allocates nothing where it does not on a GPU.
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memlab.meter.collectives import sent_bytes
+from memlab.meter.observers import tensors_in
 
 _gather, _reduce_and_scatter = torch.distributed.all_gather, torch.distributed.reduce_scatter
 
@@ -25,8 +25,7 @@ _Shares = Callable[[Any, Any], float]
 
 
 def _num_bytes(tensors: Any) -> int:
-    leaves = [each for each in tree_leaves(tensors) if isinstance(each, torch.Tensor)]
-    return sum(each.numel() * each.element_size() for each in leaves)
+    return sum(each.numel() * each.element_size() for each in tensors_in((tensors,)))
 
 
 def _of_all_to_all(args: Any, group: Any) -> float:
@@ -80,9 +79,21 @@ def _kernel(name: str) -> Any:
         if name == "alltoall_base_":
             args = (*args[:3], [], [], *args[5:])  # how the rows are split is checked against the tensors
         # With empty tensors in place of the fake ones: only the Work that the group returns is needed.
-        return operation(*tree_map_only(torch.Tensor, lambda _: torch.empty(0, device="cpu"), args), **kwargs)
+        return operation(*_emptied(args), **kwargs)
 
     return run
+
+
+def _emptied(values: Any) -> list[Any]:
+    """Returns a collective's arguments with an empty tensor for each tensor, also in lists of lists."""
+    return [
+        _emptied(value)
+        if isinstance(value, (list, tuple))
+        else torch.empty(0, device="cpu")
+        if isinstance(value, torch.Tensor)
+        else value
+        for value in values
+    ]
 
 
 def _count(name: str, args: tuple[Any, ...]) -> None:

@@ -44,8 +44,13 @@ class MetaResultCache:
         number = id(func)
         known = _KINDS.get(number)
         kind, _ = known or _KINDS.setdefault(number, (_kind(func), func))
-        if kind is None:
+        if kind == "other library's":
             return func(*args, **kwargs)
+        # Within autograd's engine, a function mode would see each look at a tensor.
+        with torch._C.DisableTorchFunction():
+            return func(*args, **kwargs) if kind is None else self._of_kind(kind, number, func, args, kwargs)
+
+    def _of_kind(self, kind: _Kind, number: int, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         called = number, torch.get_default_dtype()
         try:
             key = (*called, *_key_of(args), *kwargs, *_key_of(kwargs.values())) if kwargs else (*called, *_key_of(args))
@@ -73,15 +78,20 @@ class _NotCacheableError(Exception):
     """The result depends on values, not only on shapes."""
 
 
-_Kind = Literal["one", "several", "in place"] | None
+_Kind = Literal["one", "several", "in place", "other library's"] | None
 _KINDS: dict[int, tuple[_Kind, Any]] = {}
 """By the identity of the operation, because torch computes its hash in Python; with it, so that it stays this one."""
 
 
 def _kind(func: Any) -> _Kind:
-    """Returns what an operation returns, as its schema declares it; None if its results cannot be cached."""
+    """Returns what an operation returns, as its schema declares it; None if its results cannot be cached.
+
+    What is no operation of torch's own may be Python, which calls torch as the model does.
+    """
     schema = func._schema
-    if func.namespace != "aten" or any(str(result.type) != "Tensor" for result in schema.returns):
+    if func.namespace != "aten":
+        return "other library's"
+    if any(str(result.type) != "Tensor" for result in schema.returns):
         return None
     aliased = [argument for argument in schema.arguments if argument.alias_info is not None]
     if not aliased and not any(result.alias_info for result in schema.returns) and schema.returns:

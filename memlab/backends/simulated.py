@@ -19,12 +19,13 @@ from megatron.core.fusions.fused_bias_swiglu import BiasSwiGLUFunction
 from memlab.backends import Backend, fake_collectives
 from memlab.backends.cpu import cuda_replaced
 from memlab.backends.cpu_adam import FakeHostAdam
-from memlab.backends.eager_backward import as_autograd, bytes_beside, eager_backward
+from memlab.backends.eager_backward import as_autograd, bytes_beside, eager_backward, is_inactive
 from memlab.backends.fake_cuda import FAKE, FakeCuda
 from memlab.backends.fully_sharded import sharding_on_fake_tensors
 from memlab.backends.fused_adam import FusedAdam
 from memlab.backends.kernel_temporaries import summing_for_bias
 from memlab.backends.meta_result_cache import MetaResultCache
+from memlab.backends.repeated_kernels import RepeatedKernels
 from memlab.backends.simulated_exchange import exchange_by_deep_ep
 from memlab.backends.simulated_routing import chosen_routing
 from memlab.backends.simulated_version import imitated, is_te_min_version, known
@@ -42,7 +43,7 @@ from memlab.engines.process_group import join_alone
 from memlab.engines.transformer_engine_caches import LIBRARIES, hold_fake_workspaces
 from memlab.meter.labels import Labels
 from memlab.meter.protocol import Meter
-from memlab.meter.storage_meter import plain_meter, simulated_meter
+from memlab.meter.storage_meter import StorageMeter, plain_meter, simulated_meter
 from memlab.upstream.patching import patched, swapped
 
 
@@ -56,7 +57,7 @@ def backend(reason: str) -> Backend:
         own_layer_provider=OwnProvider,
         join=join_alone,
         active=on_fake_gpu,
-        meter=lambda labels: simulated_meter(labels, as_autograd(MetaResultCache.of_process().answer), bytes_beside),
+        meter=_meter_of_gpu,
         fill_workspaces=_fill_workspaces,
         sharding=sharding_on_fake_gpu,
         versions=known,
@@ -70,10 +71,24 @@ def of_the_cpu_backend() -> Backend:
         simulated,
         kind=replace(simulated.kind, has_allocator=False),
         active=on_fake_tensors,
-        meter=lambda labels: plain_meter(labels, MetaResultCache.of_process().answer),
+        meter=_meter_of_cpu,
         sharding=sharding_on_fake_tensors,
         fill_workspaces=lambda scenario: None,
     )
+
+
+def _meter_of_gpu(labels: Labels) -> Meter:
+    made = simulated_meter(labels, as_autograd(MetaResultCache.of_process().answer), bytes_beside)
+    return _repeating_kernels(labels, made)
+
+
+def _meter_of_cpu(labels: Labels) -> Meter:
+    return _repeating_kernels(labels, plain_meter(labels, MetaResultCache.of_process().answer))
+
+
+def _repeating_kernels(labels: Labels, meter: StorageMeter) -> StorageMeter:
+    labels.on_kernel = RepeatedKernels(labels, meter.storages, is_inactive).call
+    return meter
 
 
 def of_labs_before_0_4() -> Backend:

@@ -97,7 +97,8 @@ def chosen_rows(dispatcher: Any, num_tokens: int) -> Callable[[Sequence[int]], l
         if config.moe_pad_expert_input_to_capacity:
             return [[capacity] * num_experts for _ in ranks]
         chosen = [_counts(routing, num_tokens, num_experts, topk, rank, layer, microbatch) for rank in ranks]
-        return [[min(rows, capacity) for rows in each] for each in chosen]
+        # Seldom is one too long, and there are as many as experts of all ranks in each pass.
+        return [each if max(each) <= capacity else [min(rows, capacity) for rows in each] for each in chosen]
 
     return rows_of
 

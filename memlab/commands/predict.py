@@ -6,8 +6,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,20 @@ from memlab.commands.shared.step_flags import (
     rank_or_all,
 )
 from memlab.commands.shared.step_progress import ProgressLines
-from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.layout import Layout
 from memlab.config.rollout import Rollout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.fitting.does_it_fit import VERDICTS, Fit, FitInterrupted, Verdict, judge, judge_fit, judge_phases
+from memlab.fitting.does_it_fit import (
+    VERDICTS,
+    Fit,
+    FitInterrupted,
+    Verdict,
+    judge,
+    judge_phases,
+    judge_step,
+    with_alternatives,
+)
 from memlab.fitting.outside_torch import outside_torch_of
 from memlab.fitting.peak_range import PeakRange
 from memlab.jobs.frameworks.framework import NotModelled
@@ -44,6 +52,9 @@ from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes, remaining
 from memlab.views.text.job import lines_for
+
+_SECONDS_FOR_ADVICE = 60.0
+"""For what would fit, after the prediction and its verdict."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="say whether the step fits a GPU with this much memory, such as 79GiB (what CUDA reports for a GPU of 80 "
         "GB); memlab subtracts its estimate of what is used outside torch. The exit code is 0 if the step fits, 1 if "
         "it does not fit, and 3 if it may fit: something that memlab knows only as a bound decides. If the step does "
-        "not fit, memlab lists single settings with which it would fit",
+        f"not fit, memlab lists single settings with which it would fit, after the prediction; it tries them for "
+        f"{_SECONDS_FOR_ADVICE:.0f} seconds at most, and names those that were left",
     )
 
 
@@ -146,23 +158,34 @@ def _predict(asked: AskedStep, arguments: argparse.Namespace, claimed: ExitStack
     job, scenarios = asked.job, asked.on_ranks
     rollout = None if job is None or arguments.device_memory or arguments.forward_only else job.rollout
     found = _Predicted(() if job is None else job.not_modelled)
-    with claimed, stdout_reserved_for_result():
+    is_printed = False
+    with claimed:
         try:
-            _take_steps(found, scenarios, asked.settings, rollout, arguments)
-            if arguments.gpu_memory is not None:
-                found.fit = _fit(found, arguments)
-            if rollout is not None and found.phases is None:
-                found.phases = predict_phases(
-                    found.judged.scenario,
-                    asked.settings,
-                    rollout,
-                    arguments.gpu_memory,
-                    replay=arguments.replay,
-                    on_progress=ProgressLines("phases of the job"),
-                )
+            with stdout_reserved_for_result():
+                _take_steps(found, scenarios, asked.settings, rollout, arguments)
+                if arguments.gpu_memory is not None:
+                    found.fit = _judge(found, arguments)
+                if rollout is not None and found.phases is None:
+                    found.phases = predict_phases(
+                        found.judged.scenario,
+                        asked.settings,
+                        rollout,
+                        arguments.gpu_memory,
+                        replay=arguments.replay,
+                        on_progress=ProgressLines("phases of the job"),
+                    )
+            if found.fit is not None and found.fit.can_be_helped:
+                if not arguments.json:
+                    print(_result(found, as_json=False), flush=True)
+                    is_printed = True
+                with stdout_reserved_for_result():
+                    found.fit = _advised(found, found.fit, arguments)
         except KeyboardInterrupt as interrupt:
             _keep(found, interrupt, len(scenarios))
-    print(_result(found, as_json=arguments.json))
+    if not is_printed:
+        print(_result(found, as_json=arguments.json))
+    if not arguments.json and found.fit is not None and (advice := _advice(found, found.fit)):
+        print("\n".join(["", *advice]))
     return found.exit_code
 
 
@@ -222,63 +245,88 @@ def _keep(found: _Predicted, interrupt: KeyboardInterrupt, num_ranks: int) -> No
     print(f"interrupted: {words}", file=sys.stderr)
 
 
-def _fit(found: _Predicted, arguments: argparse.Namespace) -> Fit:
-    """Judges a step, and keeps the alternatives that fit on all ranks.
+def _judge(found: _Predicted, arguments: argparse.Namespace) -> Fit:
+    assert found.steps is not None, "they have taken the step"
+    with closing(found.steps) as steps:
+        return judge_step(found.judged, steps, arguments.gpu_memory, found.not_modelled)
+
+
+def _advised(found: _Predicted, fit: Fit, arguments: argparse.Namespace) -> Fit:
+    """Predicts what would fit on all ranks, as far as the time for it goes.
 
     Raises:
-        FitInterrupted: At Ctrl-C, once there is a verdict.
+        FitInterrupted: At Ctrl-C.
     """
-    judged, not_modelled = found.judged, found.not_modelled
+    judged = found.judged
     others = [record.scenario for record in found.records if record is not judged]
-    fit = None
+    progress = ProgressLines(f"what would fit, for {_SECONDS_FOR_ADVICE:.0f} s at most")
+    advice = _Advice(found.not_modelled, arguments.replay, progress, time.monotonic() + _SECONDS_FOR_ADVICE)
+    of_verdict = fit
     try:
-        assert found.steps is not None, "they have taken the step"
-        with closing(found.steps) as steps:
-            steps.on_progress = ProgressLines("what would fit")
-            is_allowed = writable(arguments.as_framework, judged.scenario, judged.settings)
-            fit = judge_fit(judged, steps, arguments.gpu_memory, not_modelled, is_allowed=is_allowed)
-        fit = _with_expandable_segments(fit, found, replay=arguments.replay)
-        return _on_all_ranks(fit, others, not_modelled, replay=arguments.replay)
+        fit = advice.with_expandable_segments(fit, found.records)
+        is_allowed = writable(arguments.as_framework, judged.scenario, judged.settings)
+        with advice.stepping(judged.scenario) as steps:
+            fit = with_alternatives(fit, judged, steps, found.not_modelled, is_allowed=is_allowed)
+        return advice.on_all_ranks(fit, others)
     except FitInterrupted as interrupted:
         fit = interrupted.found
         raise FitInterrupted(replace(fit, alternatives=()) if others else fit) from None
     except KeyboardInterrupt:
-        if fit is None:
-            raise
-        raise FitInterrupted(replace(fit, alternatives=())) from None
+        raise FitInterrupted(of_verdict) from None
 
 
-def _with_expandable_segments(fit: Fit, found: _Predicted, *, replay: bool) -> Fit:
-    """Takes the steps again with expandable segments, if nothing but fragmentation keeps them from completing."""
-    own = found.records[0].scenario.allocator
-    if not fit.is_fragmented or own.expandable_segments:
-        return fit
-    worst_verdict: Verdict = "fits"
-    for each in found.records:
-        scenario = replace(each.scenario, allocator=replace(own, expandable_segments=True))
-        with stepping(scenario, replay=replay) as steps:
-            record = steps(each.settings)
-            verdict = judge(record, steps, fit.limit_bytes, PeakRange.of(record, found.not_modelled))
-        worst_verdict = max(worst_verdict, verdict, key=VERDICTS.index)
-        if verdict == "does not fit":
-            break
-    return replace(fit, verdict_with_expandable_segments=worst_verdict)
+@dataclass(frozen=True, slots=True)
+class _Advice:
+    """Predicts what would fit, until its time is over."""
 
+    not_modelled: tuple[NotModelled, ...]
+    replay: bool
+    progress: ProgressLines
+    stop_at: float
+    """On the clock of `time.monotonic`."""
 
-def _on_all_ranks(fit: Fit, others: list[Scenario], not_modelled: tuple[NotModelled, ...], *, replay: bool) -> Fit:
-    """Keeps the alternatives that fit on the other ranks too, each with the largest peak and the worst verdict."""
-    left = list(fit.alternatives)
-    for scenario in others if left else []:
-        tried, left = left, []
-        with stepping(scenario, replay=replay) as steps:
-            for choice in tried:
-                record = steps(choice.settings)
-                verdict = judge(record, steps, fit.limit_bytes, PeakRange.of(record, not_modelled))
-                if verdict != "does not fit":
-                    peak = max(choice.peak_allocated_bytes, record.peak_allocated_bytes)
-                    worst_verdict = max(choice.verdict, verdict, key=VERDICTS.index)
-                    left.append(replace(choice, peak_allocated_bytes=peak, verdict=worst_verdict))
-    return replace(fit, alternatives=tuple(left))
+    @contextmanager
+    def stepping(self, scenario: Scenario) -> Iterator[SimulatedSteps]:
+        """Returns a context whose value takes steps of a scenario until the time is over."""
+        with stepping(scenario, replay=self.replay, on_progress=self.progress) as steps:
+            steps.stop_at = self.stop_at
+            yield steps
+
+    def with_expandable_segments(self, fit: Fit, records: list[StepRecord]) -> Fit:
+        """Takes the steps again with expandable segments, if nothing but fragmentation keeps them from completing."""
+        own = records[0].scenario.allocator
+        if not fit.is_fragmented or own.expandable_segments:
+            return fit
+        worst_verdict: Verdict = "fits"
+        for each in records:
+            scenario = replace(each.scenario, allocator=replace(own, expandable_segments=True))
+            with self.stepping(scenario) as steps:
+                record = steps(each.settings)
+                if record.status == "interrupted":
+                    return replace(fit, not_tried=("expandable segments",))
+                verdict = judge(record, steps, fit.limit_bytes, PeakRange.of(record, self.not_modelled))
+            worst_verdict = max(worst_verdict, verdict, key=VERDICTS.index)
+            if verdict == "does not fit":
+                break
+        return replace(fit, verdict_with_expandable_segments=worst_verdict)
+
+    def on_all_ranks(self, fit: Fit, others: list[Scenario]) -> Fit:
+        """Keeps the alternatives that fit on the other ranks too, each with the largest peak and the worst verdict."""
+        left, not_tried = list(fit.alternatives), list(fit.not_tried)
+        for scenario in others if left else []:
+            tried, left = left, []
+            with self.stepping(scenario) as steps:
+                for choice in tried:
+                    record = steps(choice.settings)
+                    if record.status == "interrupted":
+                        not_tried.append(str(choice.settings))
+                        continue
+                    verdict = judge(record, steps, fit.limit_bytes, PeakRange.of(record, self.not_modelled))
+                    if verdict != "does not fit":
+                        peak = max(choice.peak_allocated_bytes, record.peak_allocated_bytes)
+                        worst_verdict = max(choice.verdict, verdict, key=VERDICTS.index)
+                        left.append(replace(choice, peak_allocated_bytes=peak, verdict=worst_verdict))
+        return replace(fit, alternatives=tuple(left), not_tried=tuple(not_tried))
 
 
 def _save_page(records: list[StepRecord], folder: Path) -> None:
@@ -327,14 +375,16 @@ def _with_range(record: StepRecord, found: _Predicted) -> dict[str, Any]:
 
 
 def _verdict(found: _Predicted, fit: Fit) -> list[str]:
-    """Says whether the step fits, and what would: the answer, so it is printed first."""
+    """Says whether the step fits, and whether any setting can help: the answer, so it is printed first."""
     layout = found.judged.scenario.layout
     name = f"rank {layout.rank} " if layout.world_size > 1 else ""
     if len(found.records) > 1 and fit.verdict == "fits":
         name = "each rank "
-    if found.is_interrupted and not fit.alternatives:
-        return [f"{name}{fit}"]  # what would fit was not tried to the end
-    return [f"{name}{fit}", *_alternatives(fit, found.judged.scenario.allocator)]
+    if fit.fits or fit.can_be_helped:
+        return [f"{name}{fit}"]
+    start, limit = format_bytes(fit.start_bytes), format_bytes(fit.limit_bytes)
+    starts = f"no setting helps: a step starts with {start}, and torch can have only {limit}"
+    return [f"{name}{fit}", f"{starts}: take another training state, another layout, or more GPUs"]
 
 
 def other_ranks_line(layout: Layout) -> str:
@@ -345,27 +395,35 @@ def other_ranks_line(layout: Layout) -> str:
     )
 
 
-def _alternatives(fit: Fit, own: AllocatorSettings) -> list[str]:
-    if fit.fits:
+def _advice(found: _Predicted, fit: Fit) -> list[str]:
+    """Says what would make the step fit, and what was not tried."""
+    if not fit.can_be_helped or (found.is_interrupted and not fit.alternatives):
         return []
+    lines = []
     verdict = fit.verdict_with_expandable_segments
-    if verdict is None or verdict == "does not fit":
-        return _alternative_settings(fit)
-    options = replace(own, expandable_segments=True)
-    expandable = f"the step {verdict} with PYTORCH_CUDA_ALLOC_CONF={options}: add --expandable-segments to predict this"
-    return [expandable, *(_alternative_settings(fit) if fit.alternatives else [])]
+    if verdict is not None and verdict != "does not fit":
+        options = replace(found.judged.scenario.allocator, expandable_segments=True)
+        how = f"PYTORCH_CUDA_ALLOC_CONF={options}: add --expandable-segments to predict this"
+        lines.append(f"the step {verdict} with {how}")
+    return lines + _alternative_settings(fit, is_alone=not lines)
 
 
-def _alternative_settings(fit: Fit) -> list[str]:
-    if not fit.alternatives:
-        if fit.start_bytes > fit.limit_bytes:
-            start, limit = format_bytes(fit.start_bytes), format_bytes(fit.limit_bytes)
-            starts = f"no setting helps: a step starts with {start}, and torch can have only {limit}"
-            return [f"{starts}: take another training state, another layout, or more GPUs"]
-        combined = "no single setting makes it fit: let memlab search combine them"
-        return [f"{combined}, or take another training state, a smaller batch, or more GPUs"]
-    may = ", or may where a line says so" if any(choice.verdict == "may fit" for choice in fit.alternatives) else ""
-    return [
-        f"each of these settings would make it fit{may}, the cheapest first:",
-        *(f"  {choice}" for choice in fit.alternatives),
-    ]
+def _alternative_settings(fit: Fit, *, is_alone: bool = True) -> list[str]:
+    lines = []
+    if fit.alternatives:
+        is_doubtful = any(choice.verdict == "may fit" for choice in fit.alternatives)
+        may = ", or may where a line says so" if is_doubtful else ""
+        lines = [
+            f"each of these settings would make it fit{may}, the cheapest first:",
+            *(f"  {choice}" for choice in fit.alternatives),
+        ]
+    elif is_alone:
+        none = "no single setting that was tried" if fit.not_tried else "no single setting"
+        combined = f"{none} makes it fit: let memlab search combine them"
+        lines = [f"{combined}, or take another training state, a smaller batch, or more GPUs"]
+    if fit.not_tried:
+        over = f"not tried, because {_SECONDS_FOR_ADVICE:.0f} s were over"
+        lines.append(
+            f"{over}: {'; '.join(fit.not_tried)}; predict these with their flags, or let memlab search try them"
+        )
+    return lines

@@ -10,6 +10,7 @@ from memlab.config.backend_kind import KINDS
 from memlab.config.exchange_buffers import exchange_buffers
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.vision import VISION_TOWERS
 from memlab.fitting.candidates import candidates
 from memlab.fitting.interrupted import Interrupted
 from memlab.fitting.measured_margin import (
@@ -99,6 +100,8 @@ class Fit:
     alternatives: tuple[Alternative, ...] = ()
     """Settings that fit where the step does not, one addition each: by recomputed FLOPs, then by bytes transferred. A
     forward-only pass has none: they are about what is kept for backward."""
+    not_tried: tuple[str, ...] = ()
+    """In words, what might make it fit and was not tried, because the time for it was over."""
 
     @property
     def fits(self) -> bool:
@@ -114,6 +117,11 @@ class Fit:
     def peak_allocated_bytes(self) -> int:
         """As predicted or measured."""
         return self.peak_range.peak_allocated_bytes
+
+    @property
+    def can_be_helped(self) -> bool:
+        """Whether the step does not fit, and other settings might: they cannot lower what it starts with."""
+        return self.verdict == "does not fit" and self.start_bytes <= self.limit_bytes
 
     @property
     def is_fragmented(self) -> bool:
@@ -200,32 +208,39 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
         needed += '; with several micro-batches, "fits" includes all that torch reserves without a limit'
     kept = '; "fits" includes all that torch may keep of FP8 gathers' if keeps_fp8_gathers(scenario) else ""
     read = "; what DeepEP or HybridEP allocates is as read in its source, and was not measured"
-    return f"a predicted step{routing}; {needed}{kept}{read if exchange_buffers(scenario).most_bytes else ''}"
+    tower = scenario.state.vision_tower
+    # Windows of a tower are those of images of one shape, which no option gives.
+    near_square = "; images are as near to a square as their number of patches allows"
+    images = near_square if tower and "window_size" in VISION_TOWERS[tower].config else ""
+    return f"a predicted step{routing}{images}; {needed}{kept}{read if exchange_buffers(scenario).most_bytes else ''}"
 
 
 class FitInterrupted(Interrupted[Fit]):
     """Ctrl-C after the verdict, while alternatives are predicted."""
 
 
-def judge_fit(
-    record: StepRecord,
-    steps: Steps,
-    gpu_memory_bytes: int,
-    not_modelled: Sequence[NotModelled] = (),
-    *,
-    is_allowed: Callable[[MemorySettings], bool] = lambda settings: True,
-) -> Fit:
+def judge_fit(record: StepRecord, steps: Steps, gpu_memory_bytes: int, not_modelled: Sequence[NotModelled] = ()) -> Fit:
     """Compares a step with a GPU's memory, and where it does not fit, predicts what would.
+
+    For the arguments see `judge_step`.
+
+    Raises:
+        FitInterrupted: At Ctrl-C, once there is a verdict.
+    """
+    fit = judge_step(record, steps, gpu_memory_bytes, not_modelled)
+    return with_alternatives(fit, record, steps, not_modelled)
+
+
+def judge_step(
+    record: StepRecord, steps: Steps, gpu_memory_bytes: int, not_modelled: Sequence[NotModelled] = ()
+) -> Fit:
+    """Compares a step with a GPU's memory, and leaves open what else would fit.
 
     Args:
         record: A step that finished.
         steps: Takes further steps of the same scenario.
         gpu_memory_bytes: Of the whole GPU.
         not_modelled: What the step's job does and memlab does not predict.
-        is_allowed: Says which settings may be proposed.
-
-    Raises:
-        FitInterrupted: At Ctrl-C, once there is a verdict.
     """
     outside = outside_torch_of(record.scenario)
     limit_bytes = gpu_memory_bytes - outside.total_bytes
@@ -239,26 +254,53 @@ def judge_fit(
     verdict = verdict_within(limit_bytes)
     may_be_less = verdict != "does not fit" and outside.most_bytes > outside.total_bytes
     with_most = verdict_within(gpu_memory_bytes - outside.most_bytes) if may_be_less else verdict
-    start_bytes = max(0, record.static_bytes - record.residual_bytes - peak.less_bytes)
-    can_be_helped = verdict == "does not fit" and start_bytes <= limit_bytes and not record.forward_only
-    fit = Fit(
+    return Fit(
         gpu_memory_bytes=gpu_memory_bytes,
         outside_torch_bytes=outside.total_bytes,
         most_outside_torch_bytes=outside.most_bytes,
         peak_range=peak,
-        start_bytes=start_bytes,
+        start_bytes=max(0, record.static_bytes - record.residual_bytes - peak.less_bytes),
         verdict=verdict,
         verdict_with_most_outside=with_most,
         basis=basis_of(record.scenario, record.backend, is_measured=is_measured),
         certain_bytes=_certain_bytes(record, peak, limit_bytes) if verdict != "does not fit" else None,
     )
-    fitting: list[Alternative] = []
+
+
+def with_alternatives(
+    fit: Fit,
+    record: StepRecord,
+    steps: Steps,
+    not_modelled: Sequence[NotModelled] = (),
+    *,
+    is_allowed: Callable[[MemorySettings], bool] = lambda settings: True,
+) -> Fit:
+    """Predicts what would fit, where a step does not.
+
+    Args:
+        fit: The verdict on it, by `judge_step`.
+        record: The step.
+        steps: As for `judge_step`. A step that they stop ends the search; it and the others were not tried.
+        not_modelled: As for `judge_step`.
+        is_allowed: Says which settings may be proposed.
+
+    Raises:
+        FitInterrupted: At Ctrl-C.
+    """
+    if not fit.can_be_helped or record.forward_only:
+        return fit
+    own, *choices = candidates(record.settings, record.scenario, depth=1, with_remedy=record.residual_bytes > 0)
+    assert own == record.settings
+    # Micro-batches with offload are not replayed: those settings may take the time of all others.
+    left = sorted(filter(is_allowed, choices), key=lambda settings: len(settings.offload_modules or ()))
+    found: list[Alternative] = []
     try:
-        if can_be_helped:
-            fitting.extend(_alternatives(record, steps, limit_bytes, not_modelled, is_allowed))
+        for each in _alternatives(left, steps, fit.limit_bytes, not_modelled):
+            found += each
+            left.pop(0)
     except KeyboardInterrupt:
-        raise FitInterrupted(replace(fit, alternatives=_by_cost(fitting))) from None
-    return replace(fit, alternatives=_by_cost(fitting))
+        raise FitInterrupted(replace(fit, alternatives=_by_cost(found))) from None
+    return replace(fit, alternatives=_by_cost(found), not_tried=(*fit.not_tried, *map(str, left)))
 
 
 def _certain_bytes(record: StepRecord, peak: PeakRange, limit_bytes: int) -> int | None:
@@ -283,26 +325,22 @@ def _by_cost(alternatives: list[Alternative]) -> tuple[Alternative, ...]:
 
 
 def _alternatives(
-    record: StepRecord,
-    steps: Steps,
-    limit_bytes: int,
-    not_modelled: Sequence[NotModelled],
-    is_allowed: Callable[[MemorySettings], bool],
-) -> Iterator[Alternative]:
-    """Takes a step under each setting that does one thing more, and yields those that fit or may fit."""
-    own, *others = candidates(record.settings, record.scenario, depth=1, with_remedy=record.residual_bytes > 0)
-    assert own == record.settings
-    for settings in filter(is_allowed, others):
+    choices: Sequence[MemorySettings], steps: Steps, limit_bytes: int, not_modelled: Sequence[NotModelled]
+) -> Iterator[list[Alternative]]:
+    """Takes a step under each of the settings until one is stopped; yields an alternative if it fits or may fit."""
+    for settings in tuple(choices):
         other = steps(settings)
+        if other.status == "interrupted":
+            return
         verdict = judge(other, steps, limit_bytes, PeakRange.of(other, not_modelled))
-        if verdict != "does not fit":
-            yield Alternative(
-                settings=settings,
-                verdict=verdict,
-                peak_allocated_bytes=other.peak_allocated_bytes,
-                recomputed_operations=recomputed_operations(settings, other.scenario),
-                transferred_bytes=transferred_bytes(other),
-            )
+        fitting = Alternative(
+            settings=settings,
+            verdict=verdict,
+            peak_allocated_bytes=other.peak_allocated_bytes,
+            recomputed_operations=recomputed_operations(settings, other.scenario),
+            transferred_bytes=transferred_bytes(other),
+        )
+        yield [] if verdict == "does not fit" else [fitting]
 
 
 def judge(record: StepRecord, steps: Steps, limit_bytes: int, peak: PeakRange | None = None) -> Verdict:

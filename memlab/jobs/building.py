@@ -566,6 +566,8 @@ def _num_microbatches(reading: Reading, layout: Layout) -> int:
     if given is not None or global_batch is None:
         return given or 1
     per_pass = (values.get("micro_batch_size") or 1) * layout.data_parallel_size
+    if values.get("decreases_batch") and global_batch > per_pass:
+        global_batch -= global_batch % per_pass
     if global_batch % per_pass:
         raise CannotStartError(
             f"the global batch has {global_batch} sequences, must be a multiple of {per_pass} (micro-batch "

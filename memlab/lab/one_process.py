@@ -289,14 +289,19 @@ class OneProcess:
     def _take_step(self, settings: MemorySettings, warm_up: bool, on_progress: OnProgress | None) -> StepRecord:
         past, self._past = self._past, None
         take = partial(self._steps, settings, warm_up)
-        try:
-            record = take(on_progress)
-        except NotReplayableError:
-            past = self._begin_again(past)
-            record = take(on_progress)
-            if past is not None and record.status == "interrupted" and self.model.start_over():
-                self._past = []  # some of its steps may not have been taken again
-                self._apply_if_changed(settings)
+        record, again = None, list[Callable[[], StepRecord]]()
+        begins_again = False
+        while record is None:
+            try:
+                for earlier in again:
+                    earlier()
+                record = take(on_progress)
+            except NotReplayableError:  # without presumptions, then without replay
+                past, begins_again = self._begin_again(past), True
+                again = past or []
+        if begins_again and past is not None and record.status == "interrupted" and self.model.start_over():
+            self._past = []  # some of its steps may not have been taken again
+            self._apply_if_changed(settings)
         if past is not None and record.status != "interrupted" and not self.model.is_tapped:
             self._past = [*past, take]
         record = judge(record, self.records)
@@ -304,21 +309,17 @@ class OneProcess:
         return record
 
     def _begin_again(self, past: list[Callable[[], StepRecord]] | None) -> list[Callable[[], StepRecord]] | None:
-        """Makes the model as it was before a step that could not be replayed, and stops replay.
+        """Makes the model as it was when it was built, after a step that could not be replayed, and replays less.
 
-        It takes all steps again. If it has done anything else, what the last one has reserved stays reserved.
+        If it has done anything else than steps, what the last one has reserved stays reserved.
 
         Returns:
-            The past of the model; None if it is not as it was.
+            The steps that it has to take again; None if it is not as it was.
         """
         starts_over = past is not None and self.model.start_over()
         self._is_steady = False
-        self.model.replay.stop()
-        if past is None or not starts_over:
-            return None
-        for take in past:
-            take()
-        return past
+        self.model.replay.stop(starts_over=starts_over)
+        return past if starts_over else None
 
     def _steps(self, settings: MemorySettings, warm_up: bool, on_progress: OnProgress | None = None) -> StepRecord:
         """Takes the steps of one request, and returns the record of the last one."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -56,6 +57,9 @@ class SimulatedSteps:
         on_progress: Callable[[Progress], None] | None,
     ) -> None:
         self._open_lab, self._forward_only, self.on_progress = open_lab, forward_only, on_progress
+        self.stop_at: float | None = None
+        """When a step that runs is stopped, on the clock of `time.monotonic`; its record then has status
+        ``interrupted``. None never stops one."""
         self._opened = ExitStack()
         self._lab: Lab | None = None
         self._last: StepRecord | None = None
@@ -82,7 +86,7 @@ class SimulatedSteps:
                 if self._forward_only:
                     record = lab.forward_only(settings, warm_up=True)
                 else:
-                    record = lab.step(settings, on_progress=self.on_progress)
+                    record = lab.step(settings, on_progress=self._on_progress)
         except KeyboardInterrupt:
             if lab.records and lab.records[-1].status == "interrupted":
                 raise StepInterrupted(lab.records[-1]) from None
@@ -91,6 +95,12 @@ class SimulatedSteps:
         self._last, self.sent_bytes = record, lab.sent_bytes
         self._logged = record if limit_bytes is None else None
         return record
+
+    def _on_progress(self, progress: Progress) -> None:
+        if self.on_progress is not None:
+            self.on_progress(progress)
+        if self._lab is not None and self.stop_at is not None and time.monotonic() > self.stop_at:
+            self._lab.stop()
 
     def completes(self, record: StepRecord, limit_bytes: int) -> bool:
         """Implements `Steps.completes`: sends the requests of the step to an allocator with the limit.

@@ -44,19 +44,22 @@ class Allocation:
     """Those that use it, too, as ``record_stream`` says."""
     pinned_bytes: int = 0
     """Of the simulated block of pinned host memory that it has, 0 if it has none."""
+    is_emptied: bool = False
+    """Whether its storage was resized to no bytes, so that its memory is free, until it is filled again."""
 
     @property
     def final_category(self) -> int:
         """The category, decided by where the storage was allocated and where it was freed.
 
         A storage that is freed in the span of its allocation never waited for backward: it was temporary. A storage
-        that outlives its step waits for something, whatever made it: a retained gradient is not a temporary.
+        that outlives its step waits for something, whatever made it: a retained gradient is not a temporary. One that
+        was emptied waits for nothing, however long something refers to it.
         """
         if self.category is not None:
             return self.category
         if self.freed_in_span == self.span:
             return _TEMPORARY
-        if self.freed_in_step != self.step:
+        if self.freed_in_step != self.step and not self.is_emptied:
             return _ACTIVATIONS
         return category_of(self)
 

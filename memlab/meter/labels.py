@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal, get_args
+from functools import wraps
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -17,6 +18,9 @@ from torch.utils.hooks import RemovableHandle
 from memlab.meter.module_tracker import ModuleTracker
 from memlab.meter.stream_order import StreamOrder
 from memlab.vocabulary import CATEGORIES, PHASES, place_in_words
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 Product = Literal["forward", "backward", "forward with bias", "backward with bias", "linear", "grouped linear"]
 """Matrix products that have workspaces of their own: torch's, on the thread of forward and on that of backward, without
@@ -28,8 +32,7 @@ class Labels:
     """The current labels of one lab. One thread at a time changes them: its own waits while autograd's runs."""
 
     def __init__(self) -> None:
-        self.phase = PHASES.index("idle")
-        self.module = 0
+        self.phase, self.module = PHASES.index("idle"), 0
         self.modules: list[str] = [""]
         self.span = 0
         """Grows with every change of phase and at both ends of a recomputation: a storage that is allocated and freed
@@ -57,6 +60,8 @@ class Labels:
         the host."""
         self.on_move: Callable[[], None] | None = None
         """Called when a phase begins or a module is entered; an error that it raises ends the step there."""
+        self.on_kernel: Callable[[Callable[..., Any], Any, dict[str, Any]], Any] | None = None
+        """Calls a function that `one_kernel` decorates, given with its arguments, as one kernel, if it is set."""
         self.on_kernel_end: Callable[[], None] | None = None
         self.on_kept: Callable[[Iterable[torch.Tensor]], None] | None = None
         """Called with the tensors that `kept_by_collective` reports."""
@@ -77,8 +82,7 @@ class Labels:
         self.on_change: Callable[[], None] | None = None
         """Called after every change of phase, module, span or recomputation, on the thread that made it."""
         self._codes: dict[str, int] = {"": 0}
-        self._tracked: list[tuple[str, torch.nn.Module]] = []
-        self._hooks: list[RemovableHandle] = []
+        self._tracked, self._hooks = list[tuple[str, torch.nn.Module]](), list[RemovableHandle]()
         self._tracker = ModuleTracker(lambda: self.module, self.enter_module, self._return_to_module)
 
     @property
@@ -291,24 +295,40 @@ def labelled_by(labels: Labels, *, whole_process: bool = False) -> Iterator[None
                 _of_process.remove(labels)
 
 
-@contextmanager
-def one_kernel() -> Iterator[None]:
+class one_kernel:  # noqa: N801  # a context, as those of contextlib
     """Runs a block, or as a decorator a function, as one fused GPU kernel: what is freed inside it stays on chip.
 
     The meter counts such storages in the ``on_chip`` pool, and moves those that outlive the block to the device. A
     variable that is bound inside a block outlives it; inside a decorated function it does not.
     """
-    labels = _active()
-    if labels is None:
-        yield
-        return
-    labels.fused_depth += 1
-    try:
-        yield
-    finally:
-        labels.fused_depth -= 1
-        if labels.fused_depth == 0 and labels.on_kernel_end is not None:
-            labels.on_kernel_end()
+
+    __slots__ = ("_labels",)
+
+    def __enter__(self) -> None:
+        labels = self._labels = _active()
+        if labels is not None:
+            labels.fused_depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        labels = self._labels
+        if labels is not None:
+            labels.fused_depth -= 1
+            if labels.fused_depth == 0 and labels.on_kernel_end is not None:
+                labels.on_kernel_end()
+
+    def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
+        """Returns a function that runs as one kernel."""
+
+        @wraps(function)
+        def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            labels = _active()
+            if labels is not None and labels.on_kernel is not None and not labels.fused_depth:
+                result: _R = labels.on_kernel(function, args, kwargs)
+                return result
+            with one_kernel():
+                return function(*args, **kwargs)
+
+        return run
 
 
 @contextmanager

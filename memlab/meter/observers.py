@@ -69,7 +69,8 @@ class ObserveResults(EagerMode):
         if types and any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         results = self._answer(func, args, kwargs or {})
-        self._report(results, args)
+        with torch._C.DisableTorchFunction():  # within autograd's engine, a function mode would see each look
+            self._report(results, args)
         if self._afterwards is not None and id(func) in WATCHED:
             self._afterwards(func, args, kwargs["out"] if results is None else results)
         return results

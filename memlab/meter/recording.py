@@ -123,6 +123,7 @@ def record(
     places: Mapping[int, int],
     buffers: Collection[int],
     *,
+    left_out: Collection[int] = (),
     other_streams: bool = False,
     ignores_unknown: bool = False,
 ) -> tuple[Recording, list[Any]] | None:
@@ -135,6 +136,7 @@ def record(
         last_span: The span at its end.
         places: The layer's modules: place by code.
         buffers: Identities of the pinned allocations that can be replayed.
+        left_out: Identities of allocations that no other pass would make.
         other_streams: Whether the pass may request memory on other streams than the default one.
         ignores_unknown: Leaves out what happens to storages that have no role: the recording only shows what the pass
             leaves allocated, and cannot be replayed.
@@ -150,9 +152,10 @@ def record(
         if type(event) is not Event:
             return None
         _, delta, pool, allocation, phase, rounding, _ = event
-        if pool == _RESERVED or delta == rounding:  # the latter of a workspace, at the first product that needs it
-            continue
         key = id(allocation)
+        # Zero bytes are those of a workspace, at the first product that needs it.
+        if pool == _RESERVED or delta == rounding or key in left_out:
+            continue
         place = places.get(allocation.module)
         module = -1 - allocation.module if place is None else place
         role = known.get(key)

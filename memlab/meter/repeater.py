@@ -174,6 +174,7 @@ class Repeater:
         places: Mapping[int, int],
         buffers: AbstractSet[int] | None = None,
         *,
+        left_out: AbstractSet[int] = frozenset(),
         ignores_unknown: bool = False,
     ) -> tuple[Recording, list[StorageAllocation]] | None:
         """Records the events from `position` `first` on and before `last`; for the others see `recording.record`.
@@ -186,11 +187,18 @@ class Repeater:
             places: As for `recording.record`.
             buffers: Of a pass that offloads activations: identities of the pinned allocations that whoever replays it
                 gives to `pin`.
+            left_out: As for `recording.record`.
             ignores_unknown: As for `recording.record`.
         """
-        events, offloads = self.log.events[first:last], buffers is not None
         return record(
-            events, known, *spans, places, buffers or (), other_streams=offloads, ignores_unknown=ignores_unknown
+            self.log.events[first:last],
+            known,
+            *spans,
+            places,
+            buffers or (),
+            left_out=left_out,
+            other_streams=buffers is not None,
+            ignores_unknown=ignores_unknown,
         )
 
     def freed_since(self, first: int, known: Mapping[int, Role]) -> list[tuple[int, Role]]:

@@ -142,7 +142,19 @@ class Storages:
         if pool == _DEVICE:
             self.memory.require(num_bytes)
         labels = self._labels
-        allocation = StorageAllocation(
+        allocation = self._new(num_bytes, pool, self.num_births)
+        self.num_births += 1
+        allocation.num_bytes = self.memory.take(allocation, num_bytes)
+        self.follow(storage, allocation)
+        if pool == _HOST:
+            storage.memlab_on_host = True  # `Tensor.is_cuda` is read of results, too
+        if pool == _ON_CHIP and not labels.user_buffer_depth:
+            self._in_kernel.append(allocation)
+        self.log.note(allocation.num_bytes, allocation)
+
+    def _new(self, num_bytes: int, pool: int, birth: int) -> StorageAllocation:
+        labels = self._labels
+        return StorageAllocation(
             num_bytes,
             pool,
             labels.module,
@@ -152,16 +164,22 @@ class Storages:
             self.num_steps,
             labels.known_category,
             requested_bytes=num_bytes,
-            birth=self.num_births,
+            birth=birth,
         )
-        self.num_births += 1
-        allocation.num_bytes = self.memory.take(allocation, num_bytes)
-        self.follow(storage, allocation)
-        if pool == _HOST:
-            storage.memlab_on_host = True  # `Tensor.is_cuda` is read of results, too
-        if pool == _ON_CHIP and not labels.user_buffer_depth:
-            self._in_kernel.append(allocation)
-        self.log.note(allocation.num_bytes, allocation)
+
+    def begin_temporary(self, num_bytes: int, birth: int) -> StorageAllocation:
+        """Counts an allocation on chip that has no storage, until `end_temporary` frees it."""
+        allocation = self._new(num_bytes, _ON_CHIP, birth)
+        allocation.stream = self._labels.stream
+        self.log.note(num_bytes, allocation)
+        return allocation
+
+    def end_temporary(self, allocation: StorageAllocation) -> None:
+        """Frees what `begin_temporary` has counted."""
+        allocation.freed_in_span = self._labels.span
+        allocation.freed_in_step = self.num_steps
+        self.log.note(-allocation.num_bytes, allocation)
+        allocation.num_bytes = 0
 
     def _on_free(self, allocation: StorageAllocation) -> None:
         if self.live.get(allocation.key) is allocation:
@@ -188,6 +206,7 @@ class Storages:
             allocation.num_bytes = allocation.requested_bytes = 0
             allocation.num_bytes = self.memory.take(allocation, storage.nbytes())
             allocation.requested_bytes = storage.nbytes()
+            allocation.is_emptied = not allocation.requested_bytes
             self.log.note(allocation.num_bytes, allocation)
 
     def _end_kernel(self) -> None:

@@ -9,7 +9,8 @@ allocator gets every request.
 What repeats is a *unit* (`memlab.replay.units`). A pass is replayed only if
 
 - a pass of a unit of its kind between units of the same kinds has been recorded,
-- the recorded pass had the same events as the one recorded before it,
+- the recorded pass had the same events as one recorded before or after it, or a pass at each end of its row of equal
+  layers shows that in the same step (`memlab.replay.presumptions`),
 - every storage that the events are about is known: the layer's own, its input, the gradient of its output, what the
   unit's earlier pass left allocated, what the backward pass before it has copied back from the host, or the host copies
   of the layers before it.
@@ -42,6 +43,7 @@ from memlab.replay.knowledge import Knowledge
 from memlab.replay.offload_calls import RepeatedCalls
 from memlab.replay.passes import NotReplayableError, Pass, PassesOfStep, Unit
 from memlab.replay.plan import Plan
+from memlab.replay.presumptions import Presumptions
 from memlab.replay.recorder import Recorder
 from memlab.replay.replayer import Replayer
 from memlab.replay.retention import Retention
@@ -57,7 +59,8 @@ class LayerReplay:
         self.step, self._calls = PassesOfStep(live), RepeatedCalls(meter)
         self.retention = Retention(labels, meter, self._units, self.step)
         self.dispatchers = Dispatchers(self._units, meter, self.step)
-        self._knowledge = Knowledge(self.step, self.retention)
+        self.presumptions = Presumptions()
+        self._knowledge = Knowledge(self.step, self.retention, self.presumptions)
         self._communication = Communication(live, meter)
         knows = self.step, self._calls, self.retention, self.dispatchers, self._knowledge, self._communication
         self._recorder, self._replayer = Recorder(labels, meter, *knows), Replayer(labels, meter, *knows)
@@ -81,7 +84,7 @@ class LayerReplay:
         """
         self.step.begin(self._live, plan)
         self._units.divide(self._live, opens=plan.passes and not plan.offloads and not self.step.is_moe)
-        self._knowledge.begin_step()
+        self._knowledge.begin_step(may_presume=self._may_presume(plan))
         self._in_checkpoint, self._replayer.num_replayed = False, 0
         self._replays_forward_only = plan.forward_only_passes
         self._forward_only.begin()
@@ -99,11 +102,18 @@ class LayerReplay:
             following = self._communication.followed() if plan.passes else nullcontext()
             with patched({"megatron.core.tensor_parallel.checkpoint": checkpoint}), noting, following:
                 yield
+            self.presumptions.end_step()
             for unit in self._units:
                 self.retention.take_result(unit)
         finally:
             for layer, _ in originals:
                 del layer.forward
+
+    def _may_presume(self, plan: Plan) -> bool:
+        """Whether passes of a step may be replayed before they are proven: not if it may run out of memory before."""
+        scenario = self._live.scenario
+        is_stage = scenario.layout.pipeline_model_parallel_size > 1
+        return plan.passes and not is_stage and scenario.state.lora is None and self._meter.memory.limit_bytes is None
 
     def forget(self) -> None:
         """Forgets what was recorded: the workload changes, or something unknown has happened."""
@@ -182,8 +192,10 @@ class LayerReplay:
         is_leaf = given.requires_grad and given.grad_fn is None and not self.step.refills
         one = Pass(unit, number, self._meter.storages.allocation_of(given), self._calls.next_groups(), is_leaf)
         unit.last_pass = one
-        known = self._knowledge.get(self._knowledge.forward(one, given))
-        if known is not None and self._replayer.may_replay(one, known, given):
+        key = self._knowledge.forward(one, given)
+        known = self._knowledge.forward_of(one, key)
+        if known is not None and self._replayer.may_replay(one, key, known, given):
+            self._knowledge.begin_forward(one, key, known)
             return self._replayer.forward(one, known, given)
         if unit.is_replayed and self.step.refills and self.step.overlaps:
             raise NotReplayableError(f"a later forward pass of layer {unit.layers[0]} is not known")

@@ -61,8 +61,12 @@ class NoReplay:
         """Runs everything in the block, as something looks at real tensors or graphs."""
         yield
 
-    def stop(self) -> None:
-        """Replays nothing until the model starts over: what is known of it is wrong somewhere."""
+    def stop(self, *, starts_over: bool) -> None:
+        """Replays less until the model starts over: what is known of it is wrong somewhere.
+
+        Args:
+            starts_over: Whether it has just started over. Then only presumptions may have been wrong.
+        """
 
     def forget_passes(
         self, scenario: Scenario, settings: MemorySettings, following: MemorySettings | None = None

@@ -78,6 +78,8 @@ class RepeatedCalls:
         self._meter = meter
         self._made: list[tuple[Any, ...]] = []
         self._copies: list[tuple[StorageAllocation | None, tuple[Any, ...]]] = []
+        self._pushed: list[StorageAllocation | None] = []
+        """What stepped passes have saved with the manager to be copied."""
         self._repeated: list[torch.Tensor] | None = None
         """The copies that a replayed pass makes, while it does."""
         self._stand_ins: dict[tuple[Spec, bool], torch.Tensor] = {}
@@ -108,6 +110,7 @@ class RepeatedCalls:
             self.is_noting = False
             self._made.clear()
             self._copies.clear()
+            self._pushed.clear()
             self._stand_ins.clear()
 
     def _noted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,6 +129,7 @@ class RepeatedCalls:
             if self._repeated is None and isinstance(tag, tuple):
                 stays = not getattr(tensor, "offloading_activation", True) or getattr(tensor, "_do_not_offload", False)
                 self._made.append(("tensor_push", chunk, tag, spec_of(tensor), stays))
+                self._pushed.append(None if stays else self._meter.storages.allocation_of(tensor))
             return tag
 
         return push
@@ -150,15 +154,19 @@ class RepeatedCalls:
 
         return copied
 
-    def position(self) -> tuple[int, int]:
-        """Returns how many calls and copies stepped passes have made so far."""
-        return len(self._made), len(self._copies)
+    def position(self) -> tuple[int, int, int]:
+        """Returns how many calls and copies stepped passes have made so far, and how many tensors they have saved."""
+        return len(self._made), len(self._copies), len(self._pushed)
 
-    def copied_since(self, position: tuple[int, int]) -> set[int]:
+    def copied_since(self, position: tuple[int, int, int]) -> set[int]:
         """Returns the identities of the copies that a stepped pass has made: they are not the layer's own."""
         return {id(allocation) for allocation, _ in self._copies[position[1] :]}
 
-    def forward_since(self, position: tuple[int, int], roles: Mapping[int, int]) -> tuple[Calls, Saved]:
+    def has_saved(self, allocation: StorageAllocation | None, position: tuple[int, int, int]) -> bool:
+        """Whether a stepped pass has saved a storage with the manager, to be copied."""
+        return any(each is allocation for each in self._pushed[position[2] :])
+
+    def forward_since(self, position: tuple[int, int, int], roles: Mapping[int, int]) -> tuple[Calls, Saved]:
         """Returns the calls of a stepped forward pass, and what it has saved.
 
         Args:
@@ -173,7 +181,7 @@ class RepeatedCalls:
             made.append((name, *given))
         return Calls(tuple(made), self._copies_since(position, roles)), saved
 
-    def backward_since(self, position: tuple[int, int], roles: Mapping[int, int], saved: Saved) -> Calls | None:
+    def backward_since(self, position: tuple[int, int, int], roles: Mapping[int, int], saved: Saved) -> Calls | None:
         """Returns the calls of a stepped backward pass; None if it has used what another forward pass has saved.
 
         The backward pass of a checkpoint first makes the calls of a forward pass.
@@ -193,7 +201,7 @@ class RepeatedCalls:
         return Calls(tuple(made), self._copies_since(position, roles))
 
     def _copies_since(
-        self, position: tuple[int, int], roles: Mapping[int, int]
+        self, position: tuple[int, int, int], roles: Mapping[int, int]
     ) -> tuple[tuple[int, tuple[Any, ...]], ...]:
         copies = self._copies[position[1] :]
         return tuple((roles.get(id(allocation), -1), like) for allocation, like in copies)

@@ -26,6 +26,20 @@ class NotReplayableError(RuntimeError):
     """A pass was replayed whose backward did not turn out like the others."""
 
 
+class Key(NamedTuple):
+    """What decides about one direction of a pass."""
+
+    direction: str
+    kind: int
+    """Of the unit."""
+    circumstances: tuple[Any, ...]
+    """What the unit finds."""
+    neighbours: tuple[int, ...] = ()
+    """Kinds of the units beside it, as far as they decide."""
+    groups: tuple[Any, ...] = ()
+    """As `RepeatedCalls.next_groups`."""
+
+
 class Mark(NamedTuple):
     """Where one direction of a stepped pass begins."""
 
@@ -34,10 +48,12 @@ class Mark(NamedTuple):
     span: int
     sent: Counter[str]
     """What the rank had sent."""
-    calls: tuple[int, int]
+    calls: tuple[int, int, int]
     """As `RepeatedCalls.position`."""
     num_unseen: int
     """As `CachingMemory.num_unseen`."""
+    logs: set[int]
+    """Identities of the storages in which Megatron logs the experts' losses."""
 
 
 class Reference(NamedTuple):
@@ -97,6 +113,12 @@ class Unit:
     before: int = NO_UNIT
     """The kind of the unit before it, below 0 if it is the first one."""
     after: int = NO_UNIT
+    structure: int = NO_UNIT
+    """As `kind`, without the settings but those of selective recompute."""
+    place: int = 0
+    """In its row of units of one kind."""
+    row_length: int = 0
+    """Units in its row; 0 if its kind has several rows, or if it is in a checkpoint."""
     num_equal_before: int = 0
     """Units before it that have the same kind and neighbours of the same kinds."""
     num_equal_after: int = 0
@@ -146,6 +168,9 @@ class Pass:
     """What it has saved with Megatron's offload manager."""
     buffers: set[int] = field(default_factory=set)
     """Identities of the manager's host buffers that it has taken."""
+    offloads_input: bool = False
+    """Whether it has had the offload manager copy its input, of a pass that is stepped. The model keeps what it gives
+    to the first layer, and no other layer's input."""
     saves_input: bool | None = None
     """Whether its input was still allocated when backward reached it."""
     backward: Mark | None = None

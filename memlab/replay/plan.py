@@ -60,9 +60,13 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
     must_be_stepped |= keeps_gradients_in_graph(scenario)
     overlaps = scenario.state.overlap_grad_reduce or scenario.state.overlap_param_gather
     recomputes_moe = checkpoints_moe_layers(settings, scenario.architecture)
-    # What a remedy frees, and when, is not known to repeat. Without such checkpoints, it is not applied.
-    has_remedy = recomputes_moe and settings.checkpoint_input_remedy is not None
-    repeats = not (has_remedy or scenario.rows_vary or step.is_tapped or must_be_stepped)
+    # On a stage, something else may refer to an input, which a remedy then leaves alone: the record counts those.
+    spares_inputs = (
+        recomputes_moe
+        and settings.checkpoint_input_remedy is not None
+        and (layout.pipeline_model_parallel_size > 1 or scenario.state.lora is not None)
+    )
+    repeats = not (spares_inputs or scenario.rows_vary or step.is_tapped or must_be_stepped)
     are_equal = repeats and not step.forward_only
     # Then each layer has a pass without gradients before the one that is trained.
     has_two_passes = scenario.state.reference_model == "without_adapters"

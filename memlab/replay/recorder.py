@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from memlab.engines.megatron.megatron_versions import auxiliary_losses
 from memlab.meter.allocations import StorageAllocation
 from memlab.meter.labels import Labels
 from memlab.meter.recording import (
@@ -74,6 +75,7 @@ class Recorder:
         unit.keeps_states = self.dispatchers.keeps_states(unit, given)
         has_checkpoint = have_checkpoint([result], given)
         one.buffers = self.calls.copied_since(mark.calls)
+        one.offloads_input = self.calls.has_saved(one.input, mark.calls)
         recorded = self._record(one, mark, known)
         if recorded is None:
             knowledge.not_recorded(key, one)
@@ -90,7 +92,7 @@ class Recorder:
                 output.keeps_states, output.has_checkpoint = unit.keeps_states, has_checkpoint
                 knowledge.learn(key, output)
             else:
-                knowledge.not_learned(key)
+                knowledge.not_learned(key, one)
         node = result.grad_fn
         if node is not None:
             self.step.in_flight.append(one)
@@ -121,7 +123,7 @@ class Recorder:
     def _mark(self) -> Mark:
         position, calls = self.meter.position(), self.calls.position()
         sent, num_unseen = self.communication.sent_without, self.meter.memory.num_unseen
-        return Mark(position, self.labels.span, sent, calls, num_unseen)
+        return Mark(position, self.labels.span, sent, calls, num_unseen, self._logs())
 
     def _record(
         self, one: Pass, mark: Mark, known: Mapping[int, Role], *, ignores_unknown: bool = False
@@ -132,15 +134,29 @@ class Recorder:
         """
         buffers = one.buffers | self.calls.copied_since(mark.calls) if self.calls.is_noting else None
         until, places, spans = self.meter.position(), one.unit.places, (mark.span, self.labels.span)
-        ignores_unknown |= not self.step.replays
-        return self.meter.record(mark.position, until, known, spans, places, buffers, ignores_unknown=ignores_unknown)
+        return self.meter.record(
+            *(mark.position, until, known, spans, places, buffers),
+            left_out=self._logged_since(mark),
+            ignores_unknown=ignores_unknown or not self.step.replays,
+        )
+
+    def _logged_since(self, mark: Mark) -> set[int]:
+        """Returns identities of the storages in which Megatron logs the experts' losses, if they are new.
+
+        The first router of a model that is not in a forward pass of a checkpoint allocates them, for all layers.
+        """
+        return self._logs() - mark.logs
+
+    def _logs(self) -> set[int]:
+        logs = auxiliary_losses() if self.step.is_moe else ()
+        return {id(self.meter.storages.allocation_of(each)) for each in logs}
 
     def _known(
         self, one: Pass, mark: Mark, recording: Recording, role: int, result: torch.Tensor, calls: Calls
     ) -> Known:
         last = one.unit.places.get(self.labels.module, -1)
         sent = self.communication.sent_without - mark.sent
-        has_unseen = self.meter.memory.num_unseen > mark.num_unseen
+        has_unseen = self.meter.memory.num_unseen > mark.num_unseen or bool(self._logged_since(mark))
         return Known(recording, role, spec_of(result), one, calls, sent, last, has_unseen=has_unseen)
 
     def _roles_of_others(self, one: Pass) -> dict[int, Role]:
@@ -197,7 +213,7 @@ class Recorder:
         if result >= 0 and calls is not None and self._may_be_repeated(one, recording):
             self.knowledge.learn(key, self._known(one, mark, recording, result, gradient, calls))
         else:
-            self.knowledge.not_learned(key)
+            self.knowledge.not_learned(key, one)
 
     def _roles_in_backward(self, one: Pass) -> dict[int, Role]:
         known = self._roles_of_others(one) if self.step.refills else {}

@@ -27,9 +27,9 @@ from memlab.meter.recording import (
 from memlab.meter.repeater import Repeater
 from memlab.replay.communication import Communication
 from memlab.replay.dispatchers import Dispatchers
-from memlab.replay.knowledge import Key, Knowledge
+from memlab.replay.knowledge import Knowledge
 from memlab.replay.offload_calls import Calls, RepeatedCalls
-from memlab.replay.passes import Known, NotReplayableError, Pass, PassesOfStep, Unit
+from memlab.replay.passes import Key, Known, NotReplayableError, Pass, PassesOfStep, Unit
 from memlab.replay.retention import Retention
 from memlab.replay.units import enter_layers
 from memlab.vocabulary import POOLS
@@ -52,16 +52,17 @@ class Replayer:
     num_replayed: int = 0
     """Forward passes through layers that this step has replayed, those of a recompute included."""
 
-    def may_replay(self, one: Pass, known: Known, given: torch.Tensor) -> bool:
+    def may_replay(self, one: Pass, key: Key, known: Known, given: torch.Tensor) -> bool:
         """Whether a forward pass may be replayed, and its backward will be known when it begins.
 
         Args:
             one: The pass.
-            known: A recorded pass with its key.
+            key: What decides about it.
+            known: What it does.
             given: Its input.
         """
         unit, step = one.unit, self.step
-        if not step.replays or not known.is_proven or one.input is None:
+        if not step.replays or one.input is None:
             return False
         if (given.grad_fn is None and not one.is_leaf) or not torch.is_grad_enabled():
             return False
@@ -79,8 +80,7 @@ class Replayer:
         keeps_graph = step.previous(one) is None or True in step.may_be_latest(one)
         if unit.ends_chunk and keeps_graph and self._keeps_others(unit, known):
             return False
-        latest = step.may_be_latest(one)
-        return all(self.knowledge.will_know_backward(one, is_latest=is_latest) for is_latest in latest)
+        return self.knowledge.presumptions.will_show_backward(one, key) or self.knowledge.will_know_backward(one)
 
     def _keeps_others(self, unit: Unit, known: Known) -> bool:
         """Whether what a unit's dispatchers refer to, before the pass or after it, keeps what other units have made."""
@@ -197,8 +197,8 @@ class Replayer:
         return done
 
     def _known_backward(self, one: Pass, key: Key) -> Known:
-        layer, known = one.unit.layers[0], self.knowledge.get(key)
-        if known is None or not known.is_proven:
+        layer, known = one.unit.layers[0], self.knowledge.backward_of(one, key)
+        if known is None:
             raise NotReplayableError(f"the backward of layer {layer} is not known")
         one.reloaded, one.host_copies = one.saved.reloaded(self.meter), one.saved.host_copies(self.meter)
         if any(self._other(one, role) is None for _, role in known.recording.others):

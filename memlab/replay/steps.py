@@ -92,8 +92,8 @@ class StepReplay(NoReplay):
         finally:
             self.is_on = was_on
 
-    def stop(self) -> None:
-        self.is_on = False
+    def stop(self, *, starts_over: bool) -> None:
+        self.is_on = starts_over and self._layers.presumptions.give_up()
 
     def forget_passes(
         self, scenario: Scenario, settings: MemorySettings, following: MemorySettings | None = None

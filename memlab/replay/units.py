@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -121,9 +122,12 @@ class Units:
         for unit in units:
             of_layers = (self.kinds_of_layers[layer] for layer in unit.layers)
             is_in_front = unit.layers[0] < self._without_gradient[chunk]
-            is_full = unit.is_checkpoint or unit.is_in_checkpoint
-            kind = chunk, num_in_checkpoint, unit.is_checkpoint, is_in_front, self._seen[is_full], *of_layers
+            seen = self._seen[unit.is_checkpoint or unit.is_in_checkpoint]
+            kind = chunk, num_in_checkpoint, unit.is_checkpoint, is_in_front, seen, *of_layers
             unit.kind = self._kinds.setdefault(kind, len(self._kinds))
+            structure = "structure", *kind[:4], seen.recompute_granularity, seen.recompute_modules, *kind[5:]
+            unit.structure = self._kinds.setdefault(structure, len(self._kinds))
+            unit.row_length = 0
         kinds = [NO_UNIT, *(unit.kind for unit in units), NO_UNIT]
         num_equal = Counter[tuple[int, int, int]]()
         for place, unit in enumerate(units):
@@ -132,6 +136,8 @@ class Units:
             num_equal[unit.before, unit.kind, unit.after] += 1
         for unit in units:
             unit.num_equal_after = num_equal[unit.before, unit.kind, unit.after] - unit.num_equal_before - 1
+        if not num_in_checkpoint:
+            _number_rows(units)
 
     def _unit(self, layers: tuple[int, ...], former: dict[tuple[int, ...], Unit]) -> Unit:
         unit = self._units[layers] = former.get(layers) or self._new(layers)
@@ -184,6 +190,15 @@ def _seen_by(settings: MemorySettings, is_full: bool) -> MemorySettings:
     if is_full:
         return replace(seen, recompute_method="uniform", recompute_num_layers=1)
     return replace(seen, recompute_granularity=None, recompute_method=None, recompute_num_layers=None)
+
+
+def _number_rows(units: list[Unit]) -> None:
+    """Gives each unit its place in its row of units of one kind, if its kind has only one row."""
+    rows = [list(row) for _, row in groupby(units, key=lambda unit: unit.kind)]
+    num_rows = Counter(row[0].kind for row in rows)
+    for row in rows:
+        for place, unit in enumerate(row):
+            unit.place, unit.row_length = place, len(row) if num_rows[unit.kind] == 1 else 0
 
 
 def _without_gradient(model: Any) -> int:

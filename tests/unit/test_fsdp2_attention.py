@@ -222,7 +222,7 @@ OF_EIGHT = "model=llama-3.1-8b num_layers=8 seq_length=8192 num_ranks=8 "
     "name",
     [
         OF_LLAMA + "fp32_sharded_params fsdp_version=1",
-        ULYSSES,
+        pytest.param(ULYSSES, marks=MEASURED_WITH_OLD_TORCH),
         pytest.param(OF_LLAMA + "context_parallel_size=2", marks=[pytest.mark.slow, MEASURED_WITH_OLD_TORCH]),
         *(
             pytest.param(name, marks=pytest.mark.slow)

@@ -16,6 +16,7 @@ from memlab.config.scenario import Scenario
 from memlab.fitting.measured_margin import measured_margin
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
+from tests.unit.of_old_torch import MEASURED_WITH_OLD_TORCH
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 
@@ -215,6 +216,7 @@ ROWS = {
 }
 
 
+@MEASURED_WITH_OLD_TORCH
 @pytest.mark.parametrize(
     ("name", "rank"),
     [

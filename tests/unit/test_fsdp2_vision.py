@@ -14,6 +14,7 @@ from memlab.config.architectures import ARCHITECTURES
 from memlab.config.parameters import kept_bytes
 from memlab.config.scenario import Scenario
 from memlab.config.vision import VISION_TOWERS
+from memlab.fitting.does_it_fit import basis_of
 from memlab.fitting.measured_margin import measured_margin
 
 transformers = pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers")
@@ -162,3 +163,12 @@ def test_what_a_tower_does_not_have_is_refused_with_the_rule(changes: dict[str, 
     with pytest.raises(ValueError, match=words) as refused:
         of(**changes)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("name", "is_told"), [("qwen2.5-vl-7b", True), ("qwen3-vl-8b", False), ("gemma-3-4b", False)])
+def test_a_verdict_says_that_windows_are_those_of_images_near_a_square(name: str, is_told: bool) -> None:
+    tower = VISION_TOWERS[name]
+    sizes = {} if tower.patches_of_image else {"patches_per_image": 1024}
+    state = TrainingState(vision_tower=name, images_per_sequence=1, **sizes)
+    scenario = Scenario.of(tower.language_model, num_layers=1, engine="fsdp2", state=state)
+    assert ("images are as near to a square" in basis_of(scenario)) is is_told

@@ -247,6 +247,22 @@ def test_what_full_recompute_left_in_moe_layers_is_freed_before_replay_begins_ag
         require_identical(one, other)
 
 
+@pytest.mark.parametrize("remedy", ["release_storage", rarely("detach"), rarely("clear_gradient")])
+@pytest.mark.parametrize("num_microbatches", [2, rarely(6)])
+def test_what_a_remedy_frees_repeats_over_layers_and_microbatches(remedy: Any, num_microbatches: int) -> None:
+    """An emptied storage is freed where it is emptied, also in the last micro-batch, after which its dispatcher keeps it."""
+    case = Case(
+        architecture="qwen3-moe-tiny",
+        arguments={"num_layers": 4, "seq_length": 64, "num_microbatches": num_microbatches},
+        settings=[replace(_FULL, checkpoint_input_remedy=remedy)] * 2,
+    )
+    stepped, _ = take(case, replay=False)
+    replayed, count = take(case, replay=True)
+    assert count > 0
+    for one, other in zip(stepped, replayed, strict=True):
+        require_identical(one, other)
+
+
 @pytest.mark.parametrize(
     ("settings", "are_replayed", "workload", "warm_up"),
     [
@@ -330,7 +346,12 @@ def test_micro_batches_that_recompute_are_inserted_from_the_first_step_on(
     ("architecture", "layout", "settings", "num_replayed"),
     [
         ("phi-4-tiny", _THIRD, MemorySettings(), 8),  # all passes of both layers but the first
-        ("qwen3-moe-tiny", _THIRD, MemorySettings(), 4),  # nor the last, whose graphs the dispatchers keep
+        (
+            "qwen3-moe-tiny",
+            _THIRD,
+            MemorySettings(),
+            6,
+        ),  # nor the first pass and the last one, whose graphs the dispatchers keep
         # Only the two layers between them: the first dispatcher keeps what was received too, in a recompute's graph.
         ("qwen3-moe-tiny", replace(_STAGES, rank=1), _FULL, 8),
     ],

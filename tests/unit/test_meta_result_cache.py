@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from memlab.backends import meta_result_cache
 from memlab.backends.meta_result_cache import MetaResultCache
@@ -103,3 +104,20 @@ def test_what_another_default_dtype_made_does_not_answer() -> None:
             finally:
                 torch.set_default_dtype(usual)
             assert made.dtype == dtype
+
+
+def test_no_function_mode_sees_what_memlab_looks_at_within_the_engine_of_autograd() -> None:
+    seen: list[str] = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    total = (fake(4, 6).requires_grad_() * 2).exp().T.contiguous().sin()
+    gradient = fake(6, 4)
+    engine = torch.autograd.Variable._execution_engine
+    for _ in range(2):  # the second time, results are made at once
+        with ObserveResults(lambda result, _: result.shape, MetaResultCache.of_process().answer), Seen():
+            engine.run_backward((total,), (gradient,), True, False, (), True, True)
+    assert not seen

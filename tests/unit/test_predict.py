@@ -91,8 +91,8 @@ def test_a_long_step_says_how_far_it_is_and_ctrl_c_keeps_the_part_that_was_taken
 
 
 def test_ctrl_c_after_the_verdict_keeps_it(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> Iterator[Alternative]:
-        yield Alternative(settings=FULL, peak_allocated_bytes=MIB, recomputed_operations=1.0, transferred_bytes=0)
+    def interrupted(*_: object) -> Iterator[list[Alternative]]:
+        yield [Alternative(settings=FULL, peak_allocated_bytes=MIB, recomputed_operations=1.0, transferred_bytes=0)]
         raise KeyboardInterrupt
 
     monkeypatch.setattr(does_it_fit, "_alternatives", interrupted)
@@ -101,6 +101,44 @@ def test_ctrl_c_after_the_verdict_keeps_it(capfd: pytest.CaptureFixture[str], mo
     printed, told = capfd.readouterr()
     assert printed.startswith("does not fit ") and f"  {FULL}: peak 1.00 MiB" in printed
     assert "interrupted: the list of settings that would fit" in told
+
+
+def test_what_would_fit_is_tried_for_a_limited_time_after_the_verdict_and_the_rest_is_named(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="simulated") as lab:
+        plain = lab.step()
+    memory = ["--gpu-memory", f"{OUTSIDE_BYTES + plain.static_bytes + 1}B"]
+    choices = candidates(plain.settings, plain.scenario, depth=1)[1:]
+
+    def as_json() -> Any:
+        assert main(["predict", *TINY, *memory, "--json"]) == 1
+        return json.loads(capfd.readouterr().out)["fit"]
+
+    assert as_json()["not_tried"] == []
+    monkeypatch.setattr(predict, "_SECONDS_FOR_ADVICE", 0)
+    left = as_json()["not_tried"]
+    assert sorted(left) == sorted(map(str, choices))
+    assert main(["predict", *TINY, *memory]) == 1
+    printed, _ = capfd.readouterr()
+    verdict, advice = printed.index("does not fit"), printed.index("no single setting that was tried")
+    assert verdict < printed.index("peak phase") < printed.index("outside torch, estimated") < advice
+    assert printed.splitlines()[-1].startswith(f"not tried, because 0 s were over: {'; '.join(left)}; predict")
+
+
+def test_a_step_that_is_stopped_ends_the_tries_and_is_one_of_those_that_were_not_tried() -> None:
+    plain = record_of(None, backend="cuda", peak_allocated_bytes=GIB, static_bytes=GIB // 4)
+    choices = candidates(plain.settings, plain.scenario, depth=1)[1:]
+    tried: list[MemorySettings] = []
+
+    def step(settings: MemorySettings) -> StepRecord:
+        tried.append(settings)
+        status = "ok" if len(tried) < 3 else "interrupted"
+        return replace(plain, settings=settings, peak_allocated_bytes=GIB // 4, status=status)
+
+    fit = judge_fit(plain, AnsweredSteps(step), GIB // 2 + OUTSIDE_BYTES)
+    assert len(tried) == 3 and {choice.settings for choice in fit.alternatives} == set(tried[:2])
+    assert {*fit.not_tried} == {str(choice) for choice in choices} - {str(each) for each in tried[:2]}
 
 
 def test_what_cannot_fit_is_told_from_what_may_fit_under_several_settings(capfd: pytest.CaptureFixture[str]) -> None:
@@ -500,7 +538,7 @@ def test_expandable_segments_are_advised_where_only_fragmentation_prevents_a_ste
 
     exit_code, lines = predicted(270)
     assert exit_code == 1 and "the peak fits, but fragmentation leaves no block large enough" in lines[0]
-    assert lines[1:3] == [advice, ""]
+    assert lines[-2:] == ["", advice]
     assert advice.replace(how, f",max_split_size_mb:512{how}") in predicted(270, "--max-split-size-mb", "512")[1]
     exit_code, lines = predicted(270, "--expandable-segments")
     assert exit_code == 0 and "fit" in lines[0] and advice not in lines

@@ -10,8 +10,8 @@ import pytest
 
 from memlab import Lab, MemorySettings
 from memlab.config.option import options_of
-from memlab.replay.knowledge import Key, Knowledge
-from memlab.replay.passes import Known
+from memlab.replay.knowledge import Knowledge
+from memlab.replay.passes import Key, Known
 from tests.unit.inside import inside
 from tests.unit.live import offload, recompute
 from tests.unit.replayed import require_identical
@@ -66,7 +66,7 @@ def test_passes_with_one_key_have_the_same_events_under_all_settings(
         learn(self, key, known)
 
     monkeypatch.setattr(Knowledge, "learn", note)
-    monkeypatch.setattr(Knowledge, "get", lambda self, key: None)
+    monkeypatch.setattr(Knowledge, "forward_of", lambda self, one, key: None)
     with Lab(architecture, num_layers=6, seq_length=64, backend="simulated") as lab:
         session: Any = inside(lab)
         for each in settings:

@@ -24,6 +24,7 @@ from memlab.jobs.frameworks.adapters import (
     lacks_of_kind,
     lacks_of_section,
 )
+from memlab.jobs.frameworks.batch_schedule import take_batch
 from memlab.jobs.frameworks.bridge_keys import (
     PROVIDER_DEFAULTS,
     PROVIDER_MISSING,
@@ -281,6 +282,7 @@ def complete(reading: Reading) -> None:
     _note_replaced_by_recipe(reading)
     _take_layers(reading)
     _complete_rows(reading)
+    take_batch(reading, "train.", has_schedule=False)
     _note_missing_sizes(reading)
     rows = reading.get("dataset.micro_batch_size")
     if rows is not None and rows != values["micro_batch_size"]:

@@ -15,6 +15,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.config.validation import shortened
 from memlab.jobs.frameworks.adapters import no_adapters
+from memlab.jobs.frameworks.batch_schedule import check_schedule, take_batch
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs, flags_of
 from memlab.jobs.frameworks.keys import (
     ABSENT,
@@ -264,6 +265,7 @@ def complete(reading: Reading) -> None:
     if values.get("world_size") is None:
         _world_size_of_launcher(reading)
     take_sequence_parallel(reading)
+    take_batch(reading)
     note_single_experts(reading)
     entries = reading.entries  # what memlab does not follow of a file may give them
     if values.get("fine_grained_activation_offloading") and entries.environment.get("NVTE_CPU_OFFLOAD_V1") != "1":
@@ -307,6 +309,7 @@ def check_arguments(reading: Reading) -> None:
                     f"{name} on, or leave overlap_param_gather out",
                     *(name, "overlap_param_gather"),
                 )
+    check_schedule(reading)
     check_flags(reading)
 
 

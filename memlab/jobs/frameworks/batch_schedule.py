@@ -1,0 +1,83 @@
+"""Global batches of Megatron's jobs that change while the job runs, or that are made smaller to divide.
+
+Read in Megatron-Core's ``num_microbatches_calculator.py`` (0.16.1, and d98e8a64, which has schedules) and in what
+Megatron-LM (d98e8a64) and Megatron-Bridge (067f987d) pass to it.
+"""
+
+from __future__ import annotations
+
+from memlab.jobs.frameworks.framework import CannotStartError, Reading
+
+_KEYS = ("step_batch_size_schedule", "rampup_batch_size", "decrease_batch_size_if_needed", "global_batch_size")
+_FACTORS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def take_batch(reading: Reading, prefix: str = "", *, has_schedule: bool = True) -> None:
+    """Takes the largest global batch of a schedule, and whether one is made smaller so that micro-batches divide it.
+
+    Args:
+        reading: The job.
+        prefix: Of the framework's keys.
+        has_schedule: Whether the framework passes a schedule on.
+    """
+    key, ramp, decreases, whole = (prefix + name for name in _KEYS)
+    if reading.get(decreases):
+        reading.take(decreases, "decreases_batch", value=True)
+    if reading.get(ramp) is not None:
+        reading.warnings.append(
+            f"{ramp}: the first steps have fewer micro-batches, and memlab predicts the steps with the whole "
+            f"{whole} (Megatron-Core's main ignores the key)"
+        )
+    sizes = _sizes(reading.get(key)) if has_schedule else []
+    if not sizes:
+        return
+    if reading.entries.get(whole) is not None:  # a log has it too, without the flag
+        reading.warnings.append(
+            f"{key} and {whole} are both given: Megatron refuses both as flags, and memlab takes the schedule"
+        )
+    reading.take(key, "global_batch_size", max(sizes))
+    if len(set(sizes)) > 1:
+        reading.warnings.append(
+            f"{key}: memlab predicts the steps with the largest batch, {max(sizes):,} sequences; the others have fewer "
+            "micro-batches"
+        )
+
+
+def check_schedule(reading: Reading) -> None:
+    """Checks the rules of ``StepBatchsizeNumMicroBatchesCalculator``.
+
+    Raises:
+        CannotStartError: If one refuses the job.
+    """
+    key, _, decreases, _ = _KEYS
+    schedule = reading.entries.get(key)
+    if schedule is None:
+        return
+    if reading.entries.get(decreases):
+        raise CannotStartError(
+            f"{key} and {decreases} are both given, must be one of them (Megatron-Core): leave one out",
+            "global_batch_size",
+        )
+    if not _sizes(schedule):
+        raise CannotStartError(
+            f"{key} is {schedule!r}, must be pairs such as '0:768 250B:1536', the first from 0 on (Megatron-Core): "
+            "write it so",
+            "global_batch_size",
+        )
+
+
+def _sizes(schedule: object) -> list[int]:
+    """Reads the batches of ``THRESHOLD:BATCH THRESHOLD:BATCH ...``; none where Megatron could not read it."""
+    entries = [] if schedule is None else str(schedule).replace(",", " ").split()
+    try:
+        pairs = [tuple(map(_number, entry.split(":", 1))) for entry in entries]
+    except ValueError:
+        return []
+    is_valid = all(len(pair) == 2 and pair[1] > 0 for pair in pairs) and min(pairs, default=(1,))[0] == 0
+    return [size for _, size in pairs] if is_valid else []
+
+
+def _number(text: str) -> int:
+    text = text.strip().upper()
+    factor = _FACTORS.get(text[-1:], 1)
+    return int(float(text[:-1] if factor > 1 else text) * factor)
