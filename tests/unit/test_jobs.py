@@ -943,7 +943,7 @@ def test_a_configuration_of_keys_in_keys_may_be_json(format_name: str | None, tm
         *(("run.sh", f"python pretrain_gpt.py {QWEN} --{flag} 0", f"line 1: {flag.replace('-', '_')} is 0, must be a whole number of at least 1: correct it") for flag in ("make-vocab-size-divisible-by", "micro-batch-size", "seq-length", "global-batch-size")),
         ("run.sh", f"{SLIME} --actor-num-nodes 1 --max-tokens-per-gpu 0", "line 1: max_tokens_per_gpu is 0, must be a whole number of at least 1: correct it"),
         ("run_config.yaml", BRIDGE + "  make_vocab_size_divisible_by: 0\n  should_pad_vocab: true\ntrain: {micro_batch_size: 1}\n", "line 17: model.make_vocab_size_divisible_by is 0, must be a whole number of at least 1: correct it"),
-        ("run.sh", "NPROC_PER_NODE=0 megatron sft --model phi-4", "environment: NPROC_PER_NODE is '0', must be a whole number of at least 1: correct it"),
+        ("run.sh", "NPROC_PER_NODE=0 megatron sft --model phi-4", "environment: NPROC_PER_NODE is 0, must be a whole number of at least 1: correct it"),
         ("run.sh", "source models/x.sh\ntorchrun x.py ${ARGS[@]}", "run.sh, line 1: the sourced file x.sh does not exist, or is not a text of less than 1 MiB"),
         ("config.yaml", "policy:\n  ? " + "k" * 1000 + "\n  : {a: 1}\n  megatron_cfg: {enabled: true}\n", "config.yaml, line 3: a key has more than 500 characters: give another file"),
         ("run.sh", f"{VERL} actor_rollout_ref.model.lora='{{rank: [}}'", "the value of actor_rollout_ref.model.lora, line 1: it is not valid YAML"),
