@@ -190,7 +190,7 @@ class _TrainingState:
         return {"gradients": [part for gradient in gradients for part in tensors_with_memory(gradient)]}
 
     def of_optimizers(self) -> dict[str, list[torch.Tensor]]:
-        """Returns the optimizers' state. It may refer to parameters and gradients by other tensors, such as ``data``."""
+        """Returns the optimizers' state, perhaps with other tensors of a parameter's memory, such as its ``data``."""
         state = [each for optimizer in self._live_optimizers() for each in _tensors_in_state(optimizer.state)]
         own = self.parameters()
         return {
