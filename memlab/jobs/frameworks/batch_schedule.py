@@ -28,7 +28,7 @@ def take_batch(reading: Reading, prefix: str = "", *, has_schedule: bool = True)
             f"{ramp}: the first steps have fewer micro-batches, and memlab predicts the steps with the whole "
             f"{whole} (Megatron-Core's main ignores the key)"
         )
-    sizes = _sizes(reading.get(key)) if has_schedule else []
+    sizes = _sizes(reading.get(key), reading.values.get("seq_length")) if has_schedule else []
     if not sizes:
         return
     if reading.entries.get(whole) is not None:  # a log has it too, without the flag
@@ -58,23 +58,29 @@ def check_schedule(reading: Reading) -> None:
             f"{key} and {decreases} are both given, must be one of them (Megatron-Core): leave one out",
             "global_batch_size",
         )
-    if not _sizes(schedule):
+    if not _sizes(schedule, reading.values.get("seq_length")):
         raise CannotStartError(
-            f"{key} is {schedule!r}, must be pairs such as '0:768 250B:1536', the first from 0 on (Megatron-Core): "
-            "write it so",
+            f"{key} is {schedule!r}, must be pairs such as '0:768 250B:1536', the first at 0 "
+            "and no two within one sequence (Megatron-Core): write it so",
             "global_batch_size",
         )
 
 
-def _sizes(schedule: object) -> list[int]:
-    """Reads the batches of ``THRESHOLD:BATCH THRESHOLD:BATCH ...``; none where Megatron could not read it."""
+def _sizes(schedule: object, seq_length: int | None) -> list[int]:
+    """Reads the batches of ``THRESHOLD:BATCH THRESHOLD:BATCH ...``; none where Megatron would refuse it.
+
+    A threshold is a number of tokens, of which Megatron counts the whole sequences: the first may be above 0, and two
+    that count equally many are refused.
+    """
     entries = [] if schedule is None else str(schedule).replace(",", " ").split()
     try:
         pairs = [tuple(map(_number, entry.split(":", 1))) for entry in entries]
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter from inf
         return []
-    is_valid = all(len(pair) == 2 and pair[1] > 0 for pair in pairs) and min(pairs, default=(1,))[0] == 0
-    return [size for _, size in pairs] if is_valid else []
+    if any(len(pair) < 2 or pair[1] <= 0 for pair in pairs):
+        return []
+    starts = {threshold // (seq_length or 1) for threshold, _ in pairs}
+    return [size for _, size in pairs] if len(starts) == len(pairs) and min(starts, default=1) == 0 else []
 
 
 def _number(text: str) -> int:
