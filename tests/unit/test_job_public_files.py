@@ -539,7 +539,7 @@ def test_verl_s_longest_position_changes_nothing_of_rotary_embeddings(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("multiple", "tokens", "is_padded"), [(None, 2000, False), (1, 2000, False), (512, 2048, True)]
+    ("multiple", "tokens", "is_padded"), [(None, 2000, False), (0, 2000, False), (1, 2000, False), (512, 2048, True)]
 )
 def test_a_collater_of_automodel_that_rounds_lengths_up_pads_every_row(
     multiple: int | None, tokens: int, is_padded: bool, tmp_path: Path

@@ -173,7 +173,7 @@ KEYS = (
     Key("packed_sequence.packed_sequence_size", "packed_tokens", WHOLE, 0),
     Key("packed_sequence.pack_size", "packed_tokens", WHOLE),
     *(Key(name, "longest", COUNT) for name in _LONGEST),
-    Key(_MULTIPLE, "sequence_multiple", COUNT, None),
+    Key(_MULTIPLE, "sequence_multiple", WHOLE, None),
     Key(IMAGES, "images_per_sequence", COUNT),
     Key("distributed.sequence_parallel", "sequence_parallel", SWITCH),
     Key("distributed.pipeline.pp_schedule", "schedule", TEXT),
@@ -392,7 +392,7 @@ def _take_rows(reading: Reading) -> None:
     """Takes the tokens of a row: a packed row's, or those of the longest sequence."""
     values = reading.values
     packed, longest = values.pop("packed_tokens") or 0, values.pop("longest", None)
-    multiple = values.pop("sequence_multiple") or 1
+    multiple = max(1, values.pop("sequence_multiple") or 1)  # 0 is none (``pad_within_micro``)
     if packed <= 0:
         reading.not_modelled = [one for one in reading.not_modelled if one.key != _PACKING_STRATEGY]
         reading.known.add(_PACKING_STRATEGY)
