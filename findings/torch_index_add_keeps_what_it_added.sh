@@ -3,7 +3,7 @@
 # backward, though backward only gathers rows of the sum's gradient: of the source it needs the number of dimensions and
 # the shape (`source.dim() > 0 ? grad.index_select(dim, index).expand_as(source)`, tools/autograd/derivatives.yaml).
 # scatter_reduce with "sum" keeps the source, what it adds to, and the sum. scatter_add and index_put keep the indices.
-# In transformers 5.24.0 the eager experts of Mixtral and others call index_add_ so, with a product that nothing else
+# In transformers 5.24.0 the eager experts of Mixtral and others call index_add_ with a product that nothing else
 # keeps: tokens x experts of a token x hidden size, in each layer.
 # Guess before the run: of torch's operations, gather and take_along_dim alone keep a tensor whose values backward never
 # reads. Wrong: with each saved tensor replaced by NaN, 69 of 443 in torch's own list gave the same gradients in one of

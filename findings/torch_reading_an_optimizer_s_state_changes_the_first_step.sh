@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # torch 2.13.0: torch.distributed.checkpoint.state_dict.get_optimizer_state_dict of an optimizer that has not stepped makes
 # its state: all moments are allocated before the first forward pass, and stay. To make it, the function takes a step
-# with a rate of 0 and gradients of zero (`_init_optim_state`), which the count of steps of Adam has seen. So the first
-# real step corrects its bias as a second one, and is a quarter smaller. So a checkpoint that is saved before training
-# changes the training, and nothing is said. (Known:
+# with a rate of 0 and gradients of zero (`_init_optim_state`), which Adam counts. So the first real step corrects its
+# bias as a second one, and is a quarter smaller: a checkpoint that is saved before training changes the training, and
+# nothing is said. (Known:
 # pytorch/pytorch#164929, open; torchtitan repaired its own copy in August 2026, pytorch/torchtitan#4382.)
 # Guess before the run: the state is made, and the steps are the same.
 # Seen on 2026-11-30, Python 3.11, AdamW with a rate of 0.1, a constant gradient; what the first three steps move a weight by:

@@ -234,8 +234,8 @@ def checked_modules(one: Option, value: object) -> tuple[str, ...] | None:
             f"{name} is an empty list: name at least one of {', '.join(choices)}, or leave {name} out", name
         )
     unknown = [module for module in given if module not in choices]
-    meant = re.findall(r"\w+", ",".join(f"{module}".lower().replace("-", "_") for module in unknown))
-    if meant and {*meant} <= {*choices}:
+    meant = re.findall(r"\w+", ",".join(f"{module}".lower().replace("-", "_") for module in given))
+    if unknown and meant and {*meant} <= {*choices}:
         raise RuleError(
             f"{name} has {shortened(unknown)}, must be names as Megatron writes them, one by one: write "
             f"{shortened(meant)}",

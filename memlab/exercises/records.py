@@ -29,6 +29,8 @@ _WITH_FIELDS = ("architecture", "layout", "state", "allocator")
 """Parts of a scenario whose own fields `Check.same_job_as` compares and names."""
 _ALSO_OF_THE_SCENARIO = ("name", "num_layers", "default_seq_length")
 """Fields of an architecture for which a scenario has a name or a value of its own."""
+_TRAINS_OTHER_WEIGHTS = ("lora", "num_labels", "freeze_moe_router", "moe_expert_capacity_factor", "mtp_num_layers")
+"""Options of a training state that are another job: other weights are trained, or tokens miss their experts."""
 _SETS_BACK = {"seq_length": "set_workload", "micro_batch_size": "set_workload", "num_microbatches": "set_workload"}
 """The method of an open `Lab` that changes a part of the workload, or gives it back its earlier value."""
 
@@ -259,7 +261,7 @@ class Check(Goals):
         return self.goal(True, f"the training state has {given}")
 
     def adds_options_to(self, state: TrainingState, at_most: int) -> Self:
-        """Requires a training state that differs from another one in at most so many options.
+        """Requires a training state that differs from another one in at most so many options, and is no other job.
 
         Args:
             state: The training state that the exercise begins with.
@@ -268,6 +270,9 @@ class Check(Goals):
         """
         mine = self._record.scenario.state
         added = [field.name for field in fields(state) if getattr(mine, field.name) != getattr(state, field.name)]
+        if other := [name for name in added if name in _TRAINS_OTHER_WEIGHTS]:
+            what = f"the job differs in {listed(other)}, must train the same weights with the same tokens"
+            return self.goal(False, what, "add an option that only changes how a step is computed")
         idle = {other for name in added for other in _idle_in(mine, name, getattr(state, name))} - {*of_state(mine)}
         counted = [name for name in added if name not in idle]
         if len(counted) <= at_most:

@@ -131,8 +131,8 @@ def add_override(entries: Entries, key: str, text: str, line: int | None) -> Non
             )
         if line is not None and text.strip("'\"").lower() in _FALSE_OF_YAML:
             entries.warnings.append(
-                f"line {line}: {key}={text} is a text for Hydra, which counts as true, and false for YAML: memlab "
-                f"takes false; write {key}=false or {key}=true"
+                f"line {line}: {key}={text} is a text for Hydra, which counts as true, and false for YAML: if it is a "
+                f"switch, memlab takes false or refuses it; write {key}=false or {key}=true"
             )
         entries.add(key, text if UNKNOWN in text else parse_value(text), line)
         return

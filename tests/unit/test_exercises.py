@@ -15,6 +15,7 @@ import pytest
 
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.layout import Layout
+from memlab.config.lora import LoRA
 from memlab.config.model_restrictions import check_on_model
 from memlab.config.routing import find_routing
 from memlab.config.settings import MemorySettings
@@ -198,6 +199,14 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             PLAIN,
             ("adds_options_to", TrainingState(manual_gc=True), 0),
             "of the exercise: 1 (manual_gc), must be at most 0. Hint: keep those of the exercise: manual_gc.",
+        ),
+        *(
+            (
+                with_state(**other),
+                ("adds_options_to", TrainingState(), 1),
+                f"the job differs in {next(iter(other))}, must",
+            )
+            for other in ({"lora": LoRA(rank=8)}, {"num_labels": 1}, {"moe_expert_capacity_factor": 0.05})
         ),
         (
             with_state(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te", manual_gc=True),

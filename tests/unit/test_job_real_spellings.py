@@ -1002,6 +1002,7 @@ def test_a_word_that_is_false_only_for_yaml_is_said(value: str) -> None:
         entries = Entries()
         read_overrides([(override, 3)], entries)
         assert any("counts as true" in one and one.startswith("line 3:") for one in entries.warnings)
+        assert "if it is a switch" in entries.warnings[0]  # a project may be named off
     entries = Entries()
     read_overrides([("actor.offload=false", 3), ("actor.name=normal", 4)], entries)
     assert not entries.warnings

@@ -159,7 +159,7 @@ def test_a_fused_norm_is_named_as_the_reason_that_a_setting_does_nothing() -> No
     assert "fused into linear_qkv" in without_effect.of_settings(settings, MOE)["offload_modules:attn_norm"]
 
 
-@pytest.mark.parametrize("names", [["QKV_Linear", "core-attn"], ["qkv_linear, core_attn"]])
+@pytest.mark.parametrize("names", [["QKV_Linear", "core-attn"], ["qkv_linear, core_attn"], ["qkv_linear", "Core_Attn"]])
 def test_names_of_modules_in_other_spellings_are_told_as_megatron_has_them(names: list[str]) -> None:
     with pytest.raises(RuleError, match=r"one by one: write \['qkv_linear', 'core_attn'\]"):
         MemorySettings(offload_modules=names)  # type: ignore[arg-type]

@@ -6,7 +6,6 @@ Megatron-LM (d98e8a64) and Megatron-Bridge (067f987d) pass to it.
 
 from __future__ import annotations
 
-from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 
 _KEYS = ("step_batch_size_schedule", "rampup_batch_size", "decrease_batch_size_if_needed", "global_batch_size")
@@ -29,7 +28,7 @@ def take_batch(reading: Reading, prefix: str = "", *, has_schedule: bool = True)
             f"{ramp}: the first steps have fewer micro-batches, and memlab predicts the steps with the whole "
             f"{whole} (Megatron-Core's main ignores the key)"
         )
-    sizes = [size for _, size in _pairs(reading.get(key))] if has_schedule else []
+    sizes = _sizes(reading.get(key), reading.values.get("seq_length")) if has_schedule else []
     if not sizes:
         return
     if reading.entries.get(whole) is not None:  # a log has it too, without the flag
@@ -59,24 +58,29 @@ def check_schedule(reading: Reading) -> None:
             f"{key} and {decreases} are both given, must be one of them (Megatron-Core): leave one out",
             "global_batch_size",
         )
-    # Thresholds are tokens, which Megatron-Core divides by the length of a sequence.
-    first, tokens = min(_pairs(schedule), default=None), reading.values.get("seq_length")
-    if first is None or (is_whole_number(tokens) and first[0] >= tokens):
+    if not _sizes(schedule, reading.values.get("seq_length")):
         raise CannotStartError(
-            f"{key} is {schedule!r}, must be pairs such as '0:768 250B:1536', the first from 0 on (Megatron-Core): "
-            "write it so",
+            f"{key} is {schedule!r}, must be pairs such as '0:768 250B:1536', the first at 0 "
+            "and no two within one sequence (Megatron-Core): write it so",
             "global_batch_size",
         )
 
 
-def _pairs(schedule: object) -> list[tuple[int, int]]:
-    """Reads the pairs of ``THRESHOLD:BATCH THRESHOLD:BATCH ...``; none where Megatron-Core could not read them."""
+def _sizes(schedule: object, seq_length: int | None) -> list[int]:
+    """Reads the batches of ``THRESHOLD:BATCH THRESHOLD:BATCH ...``; none where Megatron would refuse it.
+
+    A threshold is a number of tokens, of which Megatron counts the whole sequences: the first may be above 0, and two
+    that count equally many are refused.
+    """
     entries = [] if schedule is None else str(schedule).replace(",", " ").split()
     try:
-        pairs = [(_number(threshold), _number(size)) for threshold, _, size in (one.partition(":") for one in entries)]
-    except ValueError:
+        pairs = [tuple(map(_number, entry.split(":", 1))) for entry in entries]
+    except (ValueError, OverflowError):  # the latter from inf
         return []
-    return pairs if all(size > 0 for _, size in pairs) else []
+    if any(len(pair) < 2 or pair[1] <= 0 for pair in pairs):
+        return []
+    starts = {threshold // (seq_length or 1) for threshold, _ in pairs}
+    return [size for _, size in pairs] if len(starts) == len(pairs) and min(starts, default=1) == 0 else []
 
 
 def _number(text: str) -> int:
