@@ -120,16 +120,21 @@ class RepeatedKernels:
             rows.append((place, max(0, event.delta_bytes)))
             live.symmetric_difference_update((place,))
         new: dict[int, _New] = {}
-        template = self._template(results, {id(tensor): number for number, tensor in enumerate(given)}, num_births, new)
+        template = self._template(results, given, num_births, new)
         if new.keys() != live:
             raise _NotRepeatableError  # something else has kept a storage
         return _Done(tuple(rows), num_storages, template, new)
 
-    def _template(self, result: Any, numbers: dict[int, int], num_births: int, new: dict[int, _New]) -> Any:
+    def _template(self, result: Any, given: list[torch.Tensor], num_births: int, new: dict[int, _New]) -> Any:
         if type(result) in (tuple, list):
-            return type(result)([self._template(each, numbers, num_births, new) for each in result])
-        if result is None or id(result) in numbers:
-            return None if result is None else numbers[id(result)]
+            return type(result)([self._template(each, given, num_births, new) for each in result])
+        if result is None:
+            return None
+        numbers = [number for number, tensor in enumerate(given) if tensor is result]
+        if len(numbers) > 1:
+            raise _NotRepeatableError  # which of two arguments another call returns is not known
+        if numbers:
+            return numbers[0]
         one = self._new(result, num_births)
         if one.place in new:
             raise _NotRepeatableError

@@ -20,6 +20,7 @@ from memlab.config.validation import RuleError, shortened
 from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.adapters import LORA, PASS_WITHOUT_ADAPTERS
+from memlab.jobs.frameworks.batch_schedule import largest_batch
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
 from memlab.jobs.frameworks.keys import CONVERSIONS, SWITCH, Effect, Missing
 from memlab.jobs.frameworks.user_buffers import complete_user_buffers
@@ -566,6 +567,7 @@ def _num_microbatches(reading: Reading, layout: Layout) -> int:
     if given is not None or global_batch is None:
         return given or 1
     per_pass = (values.get("micro_batch_size") or 1) * layout.data_parallel_size
+    global_batch = largest_batch(reading, per_pass) or global_batch
     if values.get("decreases_batch") and global_batch > per_pass:
         global_batch -= global_batch % per_pass
     if global_batch % per_pass:

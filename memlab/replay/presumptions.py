@@ -95,7 +95,11 @@ class Presumptions:
         self._is_suspended = False
 
     def give_up(self) -> bool:
-        """Presumes nothing until the model starts over, and less from then on; returns whether this step did."""
+        """Presumes nothing until the model starts over, and less from then on.
+
+        Returns:
+            Whether the last step has presumed anything.
+        """
         for row in self._saves_input:
             of_row, _ = self._classes[row]
             agreed = [(*of_row, each, name) for each in _DIRECTIONS for name in ("front", "back")]
@@ -183,9 +187,9 @@ class Presumptions:
         shown_of_row = self._shown.get(_Row("forward", unit.kind, one.number), {})
         if not self._is_allowed or not shown_of_row or not first < unit.place < last:
             return None
-        if first == 0 in shown_of_row and shown_of_row[0].known.source.offloads_input:
-            first = 1
-        shown = shown_of_row.get(first) if first < unit.place else None
+        shown = shown_of_row.get(first)
+        if first == 0 and shown is not None and shown.known.source.offloads_input:
+            shown = shown_of_row.get(1) if unit.place > 1 else None
         return shown if shown is not None and _have_equal_keys(shown.key, key) else None
 
     def _ends(self, unit: Unit, key: Key) -> tuple[int, int]:

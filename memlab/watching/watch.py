@@ -107,7 +107,7 @@ def watch(model: torch.nn.Module, *optimizers: torch.optim.Optimizer, name: str 
             any_thread=is_on_gpu,
             after_backward=lambda: meter.categorise(training_state.gradients()),
             before_update=lambda optimizer: meter.categorise(training_state.with_optimizer(optimizer).gradients()),
-            after_update=lambda optimizer: meter.categorise(training_state.of_optimizers()),
+            after_update=lambda optimizer: meter.categorise(training_state.categories()),
             around_save=meter.mark,
         )
         stack.enter_context(phases.following(modules))
@@ -190,7 +190,7 @@ class _TrainingState:
         return {"gradients": [part for gradient in gradients for part in tensors_with_memory(gradient)]}
 
     def of_optimizers(self) -> dict[str, list[torch.Tensor]]:
-        """Returns the optimizers' state."""
+        """Returns the optimizers' state, perhaps with other tensors of a parameter's memory, such as its ``data``."""
         state = [each for optimizer in self._live_optimizers() for each in _tensors_in_state(optimizer.state)]
         own = self.parameters()
         return {
@@ -198,11 +198,11 @@ class _TrainingState:
         }
 
     def categories(self) -> dict[str, list[torch.Tensor]]:
-        """Returns all of it."""
+        """Returns all of it, the optimizers' state first: what is a parameter's or a gradient's too is not its own."""
         model = self._model()
         buffers = [] if model is None else [buffer for buffer in model.buffers() if not is_lazy(buffer)]
         parameters = [part for each in (*self.parameters().values(), *buffers) for part in tensors_with_memory(each)]
-        return {"parameters": parameters, **self.gradients(), **self.of_optimizers()}
+        return {**self.of_optimizers(), "parameters": parameters, **self.gradients()}
 
 
 def _tensors_in_state(state: Any) -> Iterator[torch.Tensor]:

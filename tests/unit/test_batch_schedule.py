@@ -50,6 +50,15 @@ def test_the_largest_batch_of_a_schedule_is_predicted(schedule: str, num_microba
     assert is_told is (schedule != "0:32")
 
 
+def test_a_later_batch_that_passes_do_not_divide_stops_no_start(tmp_path: Path) -> None:
+    """``update`` of ``StepBatchsizeNumMicroBatchesCalculator`` (d98e8a64) looks at the batch of the next step alone."""
+    job = read_megatron(tmp_path, "--step-batch-size-schedule '0:32 1B:100'")
+    assert job.required()[0].num_microbatches == 2
+    assert [one for one in job.warnings if "a batch has 100 sequences, must be a multiple of 16" in one]
+    none = read_megatron(tmp_path, "--step-batch-size-schedule '0:100'").cannot_start
+    assert none is not None and "must be a multiple of 16" in none
+
+
 @pytest.mark.parametrize(
     "flags",
     ["'4096:16'", "'0:16 4095:64'", "'16'", "'0:x'", "'0:inf'", "'0:0'", "'0:16' --decrease-batch-size-if-needed"],

@@ -153,6 +153,21 @@ def test_a_call_in_which_variants_are_timed_is_not_repeated(kernels: Kernels) ->
     assert kernels.num_runs == 2
 
 
+def test_an_argument_that_is_given_twice_shows_nothing_of_two_arguments(kernels: Kernels) -> None:
+    kernel = kernels.kernel(lambda first, second: first)
+
+    def one() -> None:
+        given = fake(8, 8)
+        kernel(given, given)
+
+    def two() -> None:
+        first = fake(8, 8)
+        assert kernel(first, fake(8, 8)) is first
+
+    kernels.events(one, 1)
+    kernels.events(two, 1)
+
+
 def test_nothing_is_repeated_for_the_host_or_another_mode_that_looks(kernels: Kernels) -> None:
     kernel = kernels.kernel(lambda given: given * 2)
 

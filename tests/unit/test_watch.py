@@ -171,6 +171,7 @@ class Basis:
 
     def __init__(self, model: nn.Module, parameter: nn.Parameter) -> None:
         self.model, self.parameter, self.itself = model, parameter, self
+        self.values, self.gradient = parameter.data, parameter.grad
         self.vectors = {"left": [torch.ones(WIDTH, 4)]}
 
 
@@ -181,16 +182,18 @@ class WithObjects(torch.optim.SGD):
             self.state[parameter]["basis"] = Basis(model, parameter)
 
 
-def test_tensors_of_objects_in_the_state_are_optimizer_state() -> None:
+def test_tensors_of_objects_in_the_state_are_optimizer_state(x: torch.Tensor) -> None:
     model = nn.Linear(WIDTH, WIDTH)
     model.table = torch.ones(3, WIDTH)
+    model(x).sum().backward()
     optimizer = WithObjects(model)
     with memlab.watch(model, optimizer) as run:
-        pass
+        optimizer.step()
     assert run.timeline is not None
-    parts = run.timeline.breakdown(run.timeline.first_step_event)
-    assert parts["parameters"] == bytes_of(model.parameters())
-    assert parts["optimizer state"] == 2 * 4 * WIDTH * 4, "neither the model nor its parameters are state"
+    for event in (run.timeline.first_step_event, len(run.timeline) - 1):
+        parts = run.timeline.breakdown(event)
+        assert parts["parameters"] == parts["gradients"] == bytes_of(model.parameters())
+        assert parts["optimizer state"] == 2 * 4 * WIDTH * 4, "no other tensor that an object refers to is state"
 
 
 def test_gradients_that_no_optimizer_sees_are_gradients(x: torch.Tensor) -> None:

@@ -36,10 +36,10 @@ def take_batch(reading: Reading, prefix: str = "", *, has_schedule: bool = True)
             f"{key} and {whole} are both given: Megatron refuses both as flags, and memlab takes the schedule"
         )
     reading.take(key, "global_batch_size", max(sizes))
+    reading.values["batches_of_schedule"] = sizes
     if len(set(sizes)) > 1:
         reading.warnings.append(
-            f"{key}: memlab predicts the steps with the largest batch, {max(sizes):,} sequences; the others have fewer "
-            "micro-batches"
+            f"{key}: memlab predicts the steps with the largest batch; the others have fewer micro-batches"
         )
 
 
@@ -64,6 +64,21 @@ def check_schedule(reading: Reading) -> None:
             "and no two within one sequence (Megatron-Core): write it so",
             "global_batch_size",
         )
+
+
+def largest_batch(reading: Reading, per_pass: int) -> int | None:
+    """Returns the largest batch of a schedule that passes of so many sequences divide; None without one.
+
+    Megatron looks at a batch when its steps come (``update``), so a job starts whatever its later batches are.
+    """
+    sizes = reading.values.get("batches_of_schedule") or ()
+    found = max((size for size in sizes if size % per_pass == 0), default=None)
+    if found is not None and (stops := [size for size in sizes if size % per_pass]):
+        reading.warnings.append(
+            f"{_KEYS[0]}: a batch has {stops[0]} sequences, must be a multiple of {per_pass} (micro-batch x data "
+            f"parallel): Megatron stops when its steps come, so memlab predicts those with {found}; change the batch"
+        )
+    return found
 
 
 def _sizes(schedule: object, seq_length: int | None) -> list[int]:
