@@ -56,6 +56,9 @@ class FamilyRow(ModelType):
     """Whether transformers' config of it has a field for the channels of a head."""
     output_bias: bool = False
     """Whether the output layer has a bias."""
+    linears_of_expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    """Names of an expert's linears that PEFT 0.21.2 adapts; empty where it leaves experts out, also with
+    ``all-linear``."""
     own_linears: Mapping[str, str] = field(default_factory=dict)
     """Names of linears in transformers' class, by those that most families have."""
 
@@ -86,7 +89,8 @@ FAMILIES: dict[Family, FamilyRow] = {
                        norms_of_transformers=True, **_DIVIDED),
     "qwen3_moe": FamilyRow(num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width",
                            normalizes_topk=False, fsdp2=True, automodel=True),
-    "mixtral": FamilyRow(num_key_value_heads=8, experts="width of the MLP", rotary_base=1e6, fsdp2=True),
+    "mixtral": FamilyRow(num_key_value_heads=8, experts="width of the MLP", rotary_base=1e6, fsdp2=True,
+                         linears_of_expert=("w1", "w2", "w3")),
     "gemma": FamilyRow(num_key_value_heads=16, only_in_transformers="GELU gates", **_GEMMA),
     "gemma2": FamilyRow(window_pattern=2, soft_caps=(50.0, 30.0), **_SANDWICH),
     "gemma3_text": FamilyRow(qk_layernorm=True, window_pattern=6, rotary_base=1e6, window_rotary_base=10000.0,
@@ -103,21 +107,24 @@ FAMILIES: dict[Family, FamilyRow] = {
     "glm4_moe_lite": FamilyRow(first_k_dense_replace=1, n_shared_experts=1, routed_scaling_factor=1.8,
                                automodel=True, weighs_after=True, **_LATENT, **_GROUPS),
     "gpt_oss": FamilyRow(num_key_value_heads=8, head_dim=64, qkv_bias_field="attention_bias", has_sinks=True,
-                         experts="width of the MLP", rotary_base=150000.0, automodel=True),
+                         experts="width of the MLP", rotary_base=150000.0, automodel=True,
+                         linears_of_expert=()),
     "qwen2_moe": FamilyRow(num_key_value_heads=16, add_qkv_bias=True, uses_window=False, normalizes_topk=False,
                            **_OWN_EXPERTS),
     "glm4_moe": FamilyRow(num_key_value_heads=8, qkv_bias_field="attention_bias", qk_norm_field="use_qk_norm",
                           rotary_percent=0.5, experts="own width", first_k_dense_replace=1, n_shared_experts=1,
                           automodel=True, weighs_after=True, **_GROUPS),
     "minimax_m2": FamilyRow(num_key_value_heads=8, head_dim=128, qk_layernorm=True, norms_all_heads=True,
-                            experts="width of the MLP", expert_bias=True, scoring_func="sigmoid", rotary_base=5e6),
+                            experts="width of the MLP", expert_bias=True, scoring_func="sigmoid", rotary_base=5e6,
+                            linears_of_expert=("w1", "w2", "w3")),
     "olmoe": FamilyRow(qk_layernorm=True, norms_all_heads=True, norms_all_heads_fused=True, normalizes_topk=False,
                        experts="width of the MLP"),
     "nemotron": FamilyRow(rotary_percent=0.5, has_squared_relu=True),
     "nemotron_h": FamilyRow(num_key_value_heads=8, head_dim=128, experts="own width", is_hybrid=True, **_GROUPS),
     "qwen3_next": FamilyRow(num_key_value_heads=2, head_dim=256, **_OWN_EXPERTS, **_DELTA_NET),
     "qwen3_5_text": FamilyRow(num_key_value_heads=4, head_dim=256, **_DELTA_NET),
-    "qwen3_5_moe_text": FamilyRow(num_key_value_heads=2, head_dim=256, **_OWN_EXPERTS, **_DELTA_NET),
+    "qwen3_5_moe_text": FamilyRow(num_key_value_heads=2, head_dim=256, linears_of_expert=(), **_OWN_EXPERTS,
+                                  **_DELTA_NET),
     "gpt2": FamilyRow(has_config=False),
     "cohere2": FamilyRow(epsilon="layer_norm_eps", window_pattern=4, shares_norm=True, fsdp2=True, ties_embeddings=True,
                          only_in_transformers="attention and MLP side by side"),

@@ -9,6 +9,7 @@ from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
+from memlab.config.families import FAMILIES
 from memlab.config.layout import Layout
 from memlab.config.model_restrictions import not_in_megatron
 from memlab.config.option import options_of, unread
@@ -369,20 +370,15 @@ def _drop_beside_biases(reading: Reading, architecture: Architecture) -> None:
         values[field] = None
 
 
-_EXPERTS_WITHOUT_ADAPTERS = ("gpt_oss", "qwen3_5_moe_text")
-"""Families whose experts PEFT 0.21.2 leaves out, also with ``all-linear``."""
-_LINEARS_OF_EXPERTS = dict.fromkeys(("mixtral", "minimax_m2"), ("w1", "w2", "w3"))
-
-
 def _note_adapters_of_experts(reading: Reading, architecture: Architecture) -> None:
     """Names PEFT's adapters of experts, beside which memlab predicts those of the other linears.
 
     transformers 4 has a linear for each expert, transformers 5 one parameter for all, which PEFT adapts too, whatever
     linears are excluded (``_convert_peft_config_moe`` in utils/transformers_weight_conversion.py, 0.21.2).
     """
-    family, targets = architecture.family, reading.values.get("lora_target_modules") or ()
-    of_experts = _LINEARS_OF_EXPERTS.get(family, ("gate_proj", "up_proj", "down_proj"))
-    if family in _EXPERTS_WITHOUT_ADAPTERS or (targets and not any(each.endswith(of_experts) for each in targets)):
+    names = FAMILIES[architecture.family].linears_of_expert
+    targets = reading.values.get("lora_target_modules") or names
+    if not any(each.endswith(names) for each in targets):
         return
     keys = [one.key for one in reading.taken if one.field == "lora_target_modules"]
     reason = "PEFT's adapters of experts, each layer's with a copy of all its experts' weights in forward and backward"
