@@ -684,6 +684,7 @@ _SPLIT = "--tensor-model-parallel-size 2"
         (_SELECTIVE, f"{_SELECTIVE} layernorm"),
         (f"{_SELECTIVE} mla_up_proj", f"{_SELECTIVE} layernorm"),
         ("--encoder-num-layers 32", ""),
+        ("--group-query-attention --multi-latent-attention", "--group-query-attention"),
         (f"{_CHUNKS} --decoder-first-pipeline-num-layers 14", _CHUNKS),
         (f"{_CHUNKS} --no-overlap-p2p-communication", "--no-overlap-p2p-communication"),
         (

@@ -155,6 +155,7 @@ _OF_RANKS: tuple[_Rule, ...] = (
 )
 """Of Megatron-LM's arguments, and of Megatron-Bridge."""
 _OF_ARGUMENTS: tuple[_Rule, ...] = (
+    _excludes("group_query_attention", "multi_latent_attention"),
     (
         lambda job: job.entries.get("recompute_modules") is True,
         *("recompute_modules without a module", "name one, such as core_attn, or leave it out", "recompute_modules"),
