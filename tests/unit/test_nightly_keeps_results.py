@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -518,6 +519,8 @@ def test_what_a_killed_nightly_left_running_is_ended_by_the_next_one(night: Nigh
     with subprocess.Popen(["/bin/sleep", "600"], env=environment, start_new_session=True) as kernel:
         (known,) = (process for process in psutil.process_iter() if process.pid == kernel.pid)
         known._ident = (kernel.pid, 0.0)  # as psutil knows an earlier process that had this number
+        while RUN_FOLDER_VARIABLE not in known.environ():  # the kernel of a busy machine gives it late in exec
+            time.sleep(0.01)
         try:
             night.run(night.suite(TWO), allow_missing=True)
             assert kernel.wait(timeout=60) == -signal.SIGKILL

@@ -136,11 +136,11 @@ def end_processes(folder: Path) -> None:
 
 def _processes_of(folder: Path) -> set[psutil.Process]:
     found: set[psutil.Process] = set()
-    # psutil keeps its objects, and since 6.0 does not look whether a number belongs to another process by now. Of such
-    # an object, `children` and `kill` say that there is no such process, although there is one with the run's folder.
-    psutil.process_iter.cache_clear()
-    for process in psutil.process_iter():
+    # Not psutil.process_iter: it keeps its objects, and since 6.0 does not look whether a number belongs to another
+    # process by now. Of such an object, `children` and `kill` say that there is no process, although there is one.
+    for pid in psutil.pids():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it ended, or is another user's
+            process = psutil.Process(pid)
             if _has_folder(process, folder):
                 found |= {process, *process.children(recursive=True)}
     return {process for process in found if process.pid != os.getpid() and _is_running(process)}
