@@ -206,21 +206,24 @@ class _TrainingState:
 
 
 def _tensors_in_state(state: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors of an optimizer's state, which may be nested, also in objects of the optimizer's own."""
-    remaining, seen = [state], {}  # objects may refer to each other
+    """Yields the tensors of an optimizer's state, which may be nested, also those of an object of the optimizer's own.
+
+    Objects of such an object are left alone: through them the whole program may be reached.
+    """
+    remaining, seen = [(state, True)], {}  # containers may hold each other
     while remaining:
-        value = remaining.pop()
+        value, opens = remaining.pop()
         if id(value) in seen:
             continue
         seen[id(value)] = value
         if isinstance(value, torch.Tensor):
             yield value
         elif isinstance(value, Mapping):
-            remaining.extend(value.values())
+            remaining.extend((each, opens) for each in value.values())
         elif isinstance(value, (tuple, list)):
-            remaining.extend(value)
-        elif not isinstance(value, (type, ModuleType, torch.nn.Module, torch.optim.Optimizer)):
-            remaining.extend(getattr(value, "__dict__", {}).values())
+            remaining.extend((each, opens) for each in value)
+        elif opens and not isinstance(value, (type, ModuleType, torch.nn.Module, torch.optim.Optimizer)):
+            remaining.extend((each, False) for each in getattr(value, "__dict__", {}).values())
 
 
 def _num_parameters(model: torch.nn.Module) -> int:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -173,6 +174,7 @@ class Basis:
         self.model, self.parameter, self.itself = model, parameter, self
         self.values, self.gradient = parameter.data, parameter.grad
         self.vectors = {"left": [torch.ones(WIDTH, 4)]}
+        self.trainer = SimpleNamespace(batch=torch.ones(7, WIDTH))
 
 
 class WithObjects(torch.optim.SGD):
