@@ -463,9 +463,8 @@ class Attempt:
             if isinstance(error, AttributeError) and error.name == "data_parallel_size":  # a text is no layout
                 self.refusal = f"layout is {shortened(error.obj)}, must be Layout(...)"
             option = re.search(r"Lab\.step\(\) got an unexpected keyword argument '(\w+)'", self.refusal)
-            actions = [action for part, action in _TO_PYTHON.items() if part in self.refusal]
-            if _names_a_layout(error):
-                actions = [f"write Layout.from_text({error.obj!r})"]
+            actions = _to_read_layout(error)
+            actions += [action for part, action in _TO_PYTHON.items() if part in self.refusal]
             for options, otherwise in ((MemorySettings, _TO_SETTINGS), (TrainingState, _TO_STATE)):
                 names = [field.name for field in fields(options)]
                 name = re.search(rf"{options.__name__}\.__init__\(\) got an unexpected .* '(\w+)'", self.refusal)
@@ -492,16 +491,16 @@ class Attempt:
         return bool(self.refusal)
 
 
-def _names_a_layout(error: BaseException) -> bool:
-    """Whether a layout's field was asked of a text that `Layout.from_text` reads."""
+def _to_read_layout(error: TypeError | AttributeError) -> list[str]:
+    """Returns what to write if a layout's field was asked of a text that `Layout.from_text` reads; else nothing."""
     text = error.obj if isinstance(error, AttributeError) and error.name == "data_parallel_size" else None
     if not isinstance(text, str):
-        return False
+        return []
     try:
         Layout.from_text(text)
     except ValueError:
-        return False
-    return True
+        return []
+    return [f"write Layout.from_text({text!r})"]
 
 
 _TO_LAYOUT = "name its fields, such as tensor_model_parallel_size=2, or write Layout.from_text('TP2 DP4')"
