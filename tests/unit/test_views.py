@@ -844,8 +844,16 @@ def test_show_passes_its_choices_on() -> None:
     record = record_of(random_timeline(400))
     view = show(record, pool="host", axis="event", above_start=True)
     assert view.figure == timeline_figure(record, "host", "event", above_start=True)
-    assert show(PLAIN).figure == timeline_figure(PLAIN, above_start=False), "a figure starts at zero"
+    measured = replace(PLAIN, backend="cpu")
+    assert show(measured).figure == timeline_figure(measured, above_start=False), "a figure starts at zero"
     assert compare(PLAIN, RECOMPUTED, axis="event").figure == compare_figure(PLAIN, RECOMPUTED, axis="event")
+
+
+def test_a_predicted_step_is_drawn_over_events() -> None:
+    """Its times are those of the prediction, where replayed layers take none."""
+    assert PLAIN.backend == "simulated"
+    assert show(PLAIN).figure == timeline_figure(PLAIN, axis="event", above_start=False)
+    assert show(PLAIN, axis="time").figure == timeline_figure(PLAIN, above_start=False)
 
 
 def test_display_imports_plotly_only_when_it_draws_and_torch_never() -> None:
