@@ -80,12 +80,13 @@ class View:
         return View(None, self.table, self.html)
 
     def save(self, path: Path | str) -> Path:
-        """Saves figure and table as one HTML file that needs no network."""
+        """Saves figure and table as one HTML file that needs no network, light or dark as its reader's system is."""
         path = Path(path)
         table = self.html or f"<pre>{html.escape(self.table, quote=False)}</pre>"
         page = "<html><head><meta charset='utf-8'></head><body></body></html>"
         if self.figure is not None:
             page = self.figure.to_html(include_plotlyjs=True, full_html=True)
+        page = page.replace("<head>", "<head><meta name='color-scheme' content='light dark'>", 1)
         head, body, tail = page.rpartition("</body>")
         with written_aside(path) as aside:
             aside.write_text(f"{head}{table}{body}{tail}", encoding="utf-8")

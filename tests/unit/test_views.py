@@ -834,6 +834,12 @@ def test_a_page_that_cannot_be_written_whole_leaves_the_old_one(
     assert page.read_text() == "old"
 
 
+def test_a_saved_page_is_dark_where_its_reader_s_system_is(tmp_path: Path) -> None:
+    for name, view in (("table", View(None, "a table")), ("figure", show(PLAIN))):
+        head, _, _ = view.save(tmp_path / f"{name}.html").read_text().partition("</head>")
+        assert head.count("name='color-scheme' content='light dark'") == 1
+
+
 def test_a_view_does_not_change() -> None:
     view = show(PLAIN)
     with pytest.raises(FrozenInstanceError):
