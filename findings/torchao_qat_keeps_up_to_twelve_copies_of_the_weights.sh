@@ -3,8 +3,8 @@
 # in eager mode autograd keeps what they need: matrices of the weight's size for each layer, whatever the number of
 # tokens, and how many depends on the configuration. Training in bf16 keeps none of it; with int4 weights and FP8
 # activations it is 24 bytes for each parameter, more than weights, gradients and Adam's state together.
-# With frozen weights, as beside adapters, one copy is kept, the rounded weight.
-# Guess before the run: three fp32 matrices, so 6.0, for int4 weights and int8 activations.
+# With frozen weights, as beside adapters, one copy is kept, the rounded weight. (The first configuration has int8 weights.)
+# Guess before the run: three fp32 matrices, so 6.0, with integers of 8 and 4 bits.
 # Seen on 2026-11-30, Python 3.11, torch 2.13.0, two linear layers of 512 x 512 in bf16; kept for backward that stays the
 # same from 64 to 128 tokens, in multiples of what the weights take in bf16:
 #   no QAT: 0.0
