@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import count
@@ -13,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import memlab
 from memlab import Lab
 from memlab.allocator import choice, compiled, machine_code
 from memlab.allocator.caching_allocator import CachingAllocator
@@ -170,6 +175,75 @@ def test_without_kept_code_nothing_is_compiled_for_a_short_step(monkeypatch: pyt
     finally:
         machine_code.serve.cache_clear()
         choice.why_not_compiled.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "why_not", ["", "it is kept", "it cannot be kept", "numba is not installed", "nothing can be started"]
+)
+def test_a_search_has_the_code_compiled_beside_it_where_that_serves_later_commands(
+    why_not: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder, started, said = tmp_path / "folder", list[list[str]](), list[str]()
+    if why_not == "it cannot be kept":
+        (tmp_path / "folder").touch()
+    monkeypatch.setattr(machine_code, "_FOLDERS", (folder,))
+    if why_not == "it is kept":
+        machine_code._keep(machine_code._name(), b"machine code")
+    if why_not == "numba is not installed":
+        monkeypatch.setattr(machine_code, "version", {}.__getitem__)
+
+    def start(command: list[str], **_: object) -> object:
+        if why_not == "nothing can be started":
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        started.append(command)
+        return object()
+
+    monkeypatch.setattr(choice.subprocess, "Popen", start)
+    monkeypatch.setattr(choice, "_compiling", [])
+    choice.compile_in_background(said.append)
+    assert len(started) == len(said) == (not why_not)
+    if folder.is_dir():
+        assert len(list(folder.iterdir())) == (why_not == "it is kept"), (
+            "nothing that only shows that it can be written"
+        )
+
+
+@pytest.mark.slow
+def test_the_command_after_a_first_search_has_the_code(tmp_path: Path) -> None:
+    """In a fresh folder, as pip leaves it: numba compiles for 10 s."""
+    shutil.copytree(Path(memlab.__file__).parent, tmp_path / "memlab", ignore=shutil.ignore_patterns("__pycache__"))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    search = [
+        "search",
+        "qwen3-moe-tiny",
+        "--num-layers",
+        "1",
+        "--max-steps",
+        "2",
+        "--engines",
+        "1",
+        "--gpu-memory",
+        "79GiB",
+        "--json",
+    ]
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "memlab", *search]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    def kept() -> list[Path]:
+        return list((tmp_path / "memlab" / "allocator" / "__pycache__").glob("allocator.*.o"))
+
+    first = run()
+    line = "the simulated allocator is compiled beside this command"
+    assert line in first.stderr
+    deadline = time.monotonic() + 300
+    while not kept():
+        assert time.monotonic() < deadline, first.stderr
+        time.sleep(0.2)
+    second = run()
+    assert line not in second.stderr
+    assert first.stdout == second.stdout != ""
 
 
 def test_both_allocators_write_the_same_log(monkeypatch: pytest.MonkeyPatch) -> None:
