@@ -40,6 +40,19 @@ def _collections_pass_libraries_over() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Collections pass over what a file's tests have imported too, such as transformers, once the file is left.
+
+    Not before: memlab looks for tensors among the objects that collections visit, also for those of a file's labs.
+    """
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _signals_are_heard() -> None:
     """A shell's background ignores SIGINT and SIGQUIT, nohup SIGHUP, and what they start inherits that: tests send them."""
