@@ -160,12 +160,14 @@ def _environment(process: psutil.Process) -> dict[str, str]:
     Until then, on a busy machine for tens of milliseconds, a process has its program and neither arguments nor
     environment. Only what takes a second for that is taken for one that has no environment.
     """
-    if environment := process.environ():
+    environment: dict[str, str] = process.environ()
+    if environment:
         return environment
     deadline = time.monotonic() + _EXEC_SECONDS
     while process.exe() and not process.cmdline() and time.monotonic() < deadline:
         time.sleep(0.001)
-    return process.environ()
+    environment = process.environ()
+    return environment
 
 
 def _is_running(process: psutil.Process) -> bool:
