@@ -190,7 +190,7 @@ def _on_adapters(job: Scenario) -> dict[str, str]:
             and not any(replace(lora, target_modules=(target,)).adapts_module(one.name) for one in linears_of_model)
         ]
         if unused:
-            reasons["lora_target_modules"] = f"{', '.join(unused)} names no linear of transformers' model"
+            reasons["lora_target_modules"] = f"no linear of transformers' model is named {' or '.join(unused)}"
         if lora.fused_experts and not any(True for _ in adapted_parameters(job.architecture, 1, lora)):
             reasons["lora_fused_experts"] = "no target module names experts or routers of the model"
         if lora.exclude_modules and all(map(lora.adapts_module, (one.name for one in linears_of_model))):

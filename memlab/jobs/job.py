@@ -310,6 +310,8 @@ def _built(
                 f"memlab does not know what {reading.unread} sets, and with defaults in its place the framework "
                 f"refuses the job: give these values with --set ({error})"
             )
+        elif reading.other_program:
+            not_supported = f"{framework.title} refuses the job, and {reading.other_program} may not: {error}"
         else:
             cannot_start, refused_fields = str(error), error.fields
     except ValueError as error:
@@ -321,23 +323,7 @@ def _built(
     refuses = cannot_start is None and not_supported is not None and not reading.questions
     _note_beside_the_step(reading)
     rollout = _rollout(reading, scenario)
-    without_effect = dict(reading.without_effect)
-    said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
-    for key, entry in reading.entries.by_key.items():
-        if key in said or (entry.is_unknown and key in reading.known):  # a warning names it
-            continue
-        if key in reading.known or entry.value in ({}, None):
-            without_effect.setdefault(
-                key,
-                "memlab predicts steps with this value in any case, or the key has no effect without another key that "
-                "the job does not set",
-            )
-        elif framework.ignores(key):
-            without_effect.setdefault(key, "the key does not concern the memory of a training step")
-        else:
-            reading.not_modelled.append(
-                NotModelled(key, entry.value, "unknown", "memlab does not know this key", entry.place)
-            )
+    without_effect = _without_effect(framework, reading)
     unread = [f"what {reading.unread} sets"] if reading.unread else []
     return cls(
         path=reading.path,
@@ -363,6 +349,36 @@ def _built(
         causes=tuple(dict.fromkeys(reading.entries.causes)),
         warnings=tuple(dict.fromkeys(reading.warnings)),
     )
+
+
+def _without_effect(framework: Framework, reading: Reading) -> dict[str, str]:
+    """Returns the keys that change nothing, each with the reason, and names those that memlab does not know."""
+    without_effect = dict(reading.without_effect)
+    said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
+    others: list[str] = []
+    for key, entry in reading.entries.by_key.items():
+        if key in said or (entry.is_unknown and key in reading.known):  # a warning names it
+            continue
+        if key in reading.known or entry.value in ({}, None):
+            without_effect.setdefault(
+                key,
+                "memlab predicts steps with this value in any case, or the key has no effect without another key that "
+                "the job does not set",
+            )
+        elif framework.ignores(key):
+            without_effect.setdefault(key, "the key does not concern the memory of a training step")
+        elif reading.entries.is_of_framework(entry):
+            others.append(key)
+        else:
+            reading.not_modelled.append(
+                NotModelled(key, entry.value, "unknown", "memlab does not know this key", entry.place)
+            )
+    if others:
+        reading.warnings.append(
+            f"{len(others)} keys of the framework's own configuration beside the job are none that memlab knows, and "
+            f"it leaves their values out: {', '.join(others[:3])}{', ...' * (len(others) > 3)}"
+        )
+    return without_effect
 
 
 def _as_read(framework: Framework, reading: Reading) -> dict[str, Any]:
