@@ -26,14 +26,14 @@ class Linear(NamedTuple):
 class AdaptedParameter(NamedTuple):
     """A parameter of experts or of a router, to which an adapter of PEFT is added before the module computes with it.
 
-    The adapter's two matrices are those of linears from `inputs` to `rank` times `count` and on to `outputs`.
+    The adapter's two matrices are those of linears from `inputs` to `rank` times `num_experts` and on to `outputs`.
     """
 
     module: str
     """In the model, such as ``model.layers.0.mlp.experts``."""
     name: str
     rank: int
-    count: int
+    num_experts: int
     """Number of experts; of a router 1."""
     outputs: int
     inputs: int
@@ -41,7 +41,7 @@ class AdaptedParameter(NamedTuple):
     @property
     def elements(self) -> int:
         """Number of elements of both matrices."""
-        return self.rank * self.count * (self.outputs + self.inputs)
+        return self.rank * self.num_experts * (self.outputs + self.inputs)
 
 
 def adapted_parameters(architecture: Architecture, num_layers: int, lora: LoRA) -> Iterator[AdaptedParameter]:

@@ -111,8 +111,8 @@ class PeftParameter(torch.nn.Module):
     def __init__(self, base_layer: Any, adapted: AdaptedParameter, lora: LoRA) -> None:
         super().__init__()
         self.base_layer, self.adapted, self.scaling = base_layer, adapted, lora.alpha / lora.rank
-        width, options = adapted.rank * adapted.count, {"bias": False, "dtype": torch.float32}
-        options["device"] = self.parameter.device
+        width = adapted.rank * adapted.num_experts
+        options: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": self.parameter.device}
         self.lora_A = torch.nn.Linear(adapted.inputs, width, **options)
         self.lora_B = torch.nn.Linear(width, adapted.outputs, **options)
         torch.nn.init.zeros_(self.lora_B.weight)
@@ -120,8 +120,8 @@ class PeftParameter(torch.nn.Module):
     def forward(self, *inputs: Any) -> Any:
         """Computes the module with the sum in the parameter's place."""
         name, parameter = self.adapted.name, self.parameter
-        if self.adapted.count > 1:
-            count, (first, second) = self.adapted.count, (self.lora_A.weight, self.lora_B.weight)
+        if self.adapted.num_experts > 1:
+            count, (first, second) = self.adapted.num_experts, (self.lora_A.weight, self.lora_B.weight)
             left = second.reshape(second.shape[0], -1, count).permute(2, 0, 1).to(parameter.dtype)
             right = first.reshape(count, -1, first.shape[-1]).to(parameter.dtype)
             added: torch.nn.Module = _Factors(left, right, self.scaling)
