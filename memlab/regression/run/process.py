@@ -160,14 +160,12 @@ def _environment(process: psutil.Process) -> dict[str, str]:
     Until then, on a busy machine for tens of milliseconds, a process has its program and neither arguments nor
     environment. Only what takes a second for that is taken for one that has no environment.
     """
-    environment: dict[str, str] = process.environ()
-    if environment:
+    if environment := dict[str, str](process.environ()):
         return environment
     deadline = time.monotonic() + _EXEC_SECONDS
     while process.exe() and not process.cmdline() and time.monotonic() < deadline:
         time.sleep(0.001)
-    environment = process.environ()
-    return environment
+    return dict(process.environ())
 
 
 def _is_running(process: psutil.Process) -> bool:
