@@ -1,7 +1,8 @@
 """The units of a model that replay steps or repeats: a layer, or under full recompute the layers of one checkpoint.
 
 A checkpoint of many layers is opened: its layers are units, once in the checkpoint's forward pass, and again in the
-recompute and the backward that follows it.
+recompute and the backward that follows it. The token dispatchers of MoE layers keep the graph of the recompute, and
+with it the checkpoint's input and its gradient, until the last layer of the checkpoint has its next pass.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from memlab.config.settings import MemorySettings
 from memlab.engines.megatron.build import LiveModel
 from memlab.meter.allocations import StorageAllocation
 from memlab.meter.labels import Labels
-from memlab.replay.passes import NO_UNIT, Unit
+from memlab.replay.passes import NO_UNIT, OTHER_CHECKPOINT, Unit
 
-_MOST_UNOPENED = 2
+MOST_UNOPENED = 2
 """The most layers that a checkpoint may have to be one unit. In a larger checkpoint, each layer is a unit, of which
 recompute steps only some in the checkpoints that backward reaches first."""
 
@@ -90,7 +91,7 @@ class Units:
             live: The model, with these settings.
             opens: Whether checkpoints of many layers are opened.
         """
-        config, first = live.config, 0
+        config, first, keeps_graph = live.config, 0, live.scenario.architecture.keeps_graph
         is_full = config.recompute_granularity == "full"
         is_uniform = is_full and config.recompute_method == "uniform"
         former, self._units = self._units, {}
@@ -102,33 +103,48 @@ class Units:
             for at in range(first, end, size):
                 unit = self._unit(tuple(range(at, min(at + size, end))), former)
                 unit.is_checkpoint, unit.is_in_checkpoint = is_uniform or at - first < num_recomputed, False
+                unit.ends_checkpoint, unit.opening = False, None
                 unit.ends_chunk = unit.layers[-1] == end - 1
                 units.append(unit)
-                if opens and unit.is_checkpoint and len(unit.layers) > _MOST_UNOPENED:
-                    self._open(unit, chunk, former)
+                if opens and unit.is_checkpoint and len(unit.layers) > MOST_UNOPENED:
+                    self._open(unit, chunk, former, at == first, keeps_graph=keeps_graph)
             self._place(units, chunk)
             first = end
         self.num_recomputed = sum(len(unit.layers) for unit in self if unit.is_checkpoint)
 
-    def _open(self, checkpoint: Unit, chunk: int, former: dict[tuple[int, ...], Unit]) -> None:
-        """Makes the layers of a checkpoint units of their own: those of one show what those of the next one do."""
+    def _open(
+        self, checkpoint: Unit, chunk: int, former: dict[tuple[int, ...], Unit], is_first: bool, *, keeps_graph: bool
+    ) -> None:
+        """Makes the layers of a checkpoint units of their own: those of one show what those of the next one do.
+
+        Args:
+            checkpoint: The checkpoint.
+            chunk: The chunk of the model that it is in.
+            former: The units of the last step.
+            is_first: Whether no checkpoint of the chunk is before it.
+            keeps_graph: Whether its layers keep the graph of its recompute. Then the gradient that its first layer
+                returns is kept too, and the last layer of the checkpoint before it does not free that.
+        """
         units = [self._unit((layer,), former) for layer in checkpoint.layers]
         for unit in units:
             unit.is_checkpoint, unit.is_in_checkpoint, unit.ends_chunk = False, True, False
-        self._place(units, chunk, len(units))
+            unit.ends_checkpoint, unit.opening = unit is units[-1], units[0]
+        before = OTHER_CHECKPOINT if keeps_graph and not is_first else NO_UNIT
+        after = OTHER_CHECKPOINT if keeps_graph and not checkpoint.ends_chunk else NO_UNIT
+        self._place(units, chunk, before, after)
 
-    def _place(self, units: list[Unit], chunk: int, num_in_checkpoint: int = 0) -> None:
+    def _place(self, units: list[Unit], chunk: int, before: int = NO_UNIT, after: int = NO_UNIT) -> None:
         """Says of units in a row what decides about their passes."""
         for unit in units:
             of_layers = (self.kinds_of_layers[layer] for layer in unit.layers)
             is_in_front = unit.layers[0] < self._without_gradient[chunk]
             seen = self._seen[unit.is_checkpoint or unit.is_in_checkpoint]
-            kind = chunk, num_in_checkpoint, unit.is_checkpoint, is_in_front, seen, *of_layers
+            kind = chunk, unit.is_in_checkpoint, unit.is_checkpoint, is_in_front, seen, *of_layers
             unit.kind = self._kinds.setdefault(kind, len(self._kinds))
             structure = "structure", *kind[:4], seen.recompute_granularity, seen.recompute_modules, *kind[5:]
             unit.structure = self._kinds.setdefault(structure, len(self._kinds))
             unit.row_length = 0
-        kinds = [NO_UNIT, *(unit.kind for unit in units), NO_UNIT]
+        kinds = [before, *(unit.kind for unit in units), after]
         num_equal = Counter[tuple[int, int, int]]()
         for place, unit in enumerate(units):
             unit.before, unit.after = kinds[place], kinds[place + 2]
@@ -136,7 +152,7 @@ class Units:
             num_equal[unit.before, unit.kind, unit.after] += 1
         for unit in units:
             unit.num_equal_after = num_equal[unit.before, unit.kind, unit.after] - unit.num_equal_before - 1
-        if not num_in_checkpoint:
+        if not units[0].is_in_checkpoint:
             _number_rows(units)
 
     def _unit(self, layers: tuple[int, ...], former: dict[tuple[int, ...], Unit]) -> Unit:
