@@ -52,7 +52,8 @@ def build_parser(names: Collection[str] = tuple(_COMMANDS)) -> argparse.Argument
     """
     parser = _Parser(
         prog="memlab",
-        description="Measure or predict the memory of Megatron training steps, and account for every byte.",
+        description="Measure or predict the memory of training steps of Megatron or of torch's FSDP2, and account for "
+        "every byte.",
         epilog="memlab COMMAND --help explains one command. Exit codes: 0 for success, also if a step fits; 1 if it "
         "does not fit, a metric changed or the command failed; 2 if the command line or an input file is wrong; 3 if a "
         "step may fit, because something that memlab knows only as a bound decides.",

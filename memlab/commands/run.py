@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "notebook",
         type=Path,
         metavar="NOTEBOOK",
-        help="the lab to run, such as labs/00_quickstart.ipynb; or the name of a lab, such as 02_recompute, in the "
-        "folder labs here, or else of one of memlab's labs",
+        help="the lab to run: a path such as labs/00_quickstart.ipynb, or a name such as 02_recompute, which memlab "
+        "looks for in the folder labs here, and then among its own labs",
     )
     parser.add_argument(
         "-p",

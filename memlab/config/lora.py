@@ -92,7 +92,9 @@ class LoRA:
     list is all linears, the output layer too, but not those of experts, which are grouped, nor those down to latent
     vectors, which are whole on each rank (``match`` in ``peft/module_matcher.py``)."""
     exclude_modules: tuple[str, ...] = option(
-        (), "of an empty list of target modules: linears without adapters, or patterns", **_WITHOUT_CONTROL
+        (),
+        "linears, or patterns, that have no adapters although the list of target modules is empty",
+        **_WITHOUT_CONTROL,
     )
     library: Library = option(
         "megatron_bridge",
@@ -115,9 +117,7 @@ class LoRA:
         False, "let the output of the frozen embedding require a gradient, as ms-swift always does", **_WITHOUT_CONTROL
     )
     """Otherwise it does only under full recompute, whose backward would not run without it."""
-    share_expert_adapters: bool = option(
-        True, "share an adapter among all experts of a rank, instead of one for each expert", **_OF_MEGATRON
-    )
+    share_expert_adapters: bool = option(True, "share one adapter among all experts of a rank", **_OF_MEGATRON)
     """``GroupedExpertLinearAdapter`` in ``peft/utils.py`` of Megatron-Bridge 0.6.2 is one for each expert."""
     normalize_moe_lora: bool = option(
         False, "divide the rank of experts' adapters by the experts of a token", **_OF_MEGATRON

@@ -394,9 +394,7 @@ class TrainingState:
     )
     """Those whose ``method`` is ``ring_exchange`` in ``tp_comm_overlap_cfg``. Their user buffers are larger."""
     apply_rope_fusion: bool = option(False, "apply the rotary embedding to queries and keys in one kernel", **_FORWARD)
-    bias_activation_fusion: bool = option(
-        True, "compute the activation of MLPs, SwiGLU, in one kernel, as Megatron-LM does", **_FORWARD
-    )
+    bias_activation_fusion: bool = option(True, "compute the activation of MLPs in one kernel", **_FORWARD)
     """Megatron-Core's own default is False: SiLU of the gate, the other half and, of experts, the product are then
     tensors of their own, which are kept for backward."""
     # Each micro-batch makes it (memlab/engines/megatron/training_step.py).
@@ -448,7 +446,7 @@ class TrainingState:
     moe_flex_dispatcher_backend: FlexBackend = option(
         "deepep",
         "which library sends tokens: DeepEP (deepep), each token once to a rank, or HybridEP (hybridep), which sorts "
-        "rows by experts too; `memlab.config.exchange_buffers` has their buffers outside torch's allocator",
+        "rows by experts too; their buffers are outside torch's allocator",
         **_EXCHANGE,
         needs="moe_token_dispatcher_type",
         needs_value="flex",
@@ -670,8 +668,7 @@ class TrainingState:
     ``global_batch_size`` counts the rows of an update."""
     return_outputs: bool = option(
         True,
-        "with pipeline stages, have the last one keep the logits of all micro-batches until the next run, and join "
-        "them at its end",
+        "keep the logits of all micro-batches on the last pipeline stage until the next run, and join them at its end",
         **_HIDDEN_STEP_OF_FSDP2,
     )
     """An argument of the ``step`` of torch's schedules, whose default NeMo Automodel takes; torchtitan gives False."""

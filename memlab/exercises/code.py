@@ -20,7 +20,7 @@ _OF_LISTS = "buffers and expert_parallel_buffers are lists: add them with +, and
 """What to do about an attribute of a buffer that is asked of a list of them."""
 _OF_MODEL = "model has the lists buffers and expert_parallel_buffers, and what your release has set by then"
 """What to do about an attribute that the model does not have."""
-_SWAPPED = "your load frees the gradients: if it is the release, write check((release, load))"
+_SWAPPED = "your load frees the gradients: if it is the release, exchange the names of the two functions"
 """What to do if a load that nothing preceded frees everything, as a release does."""
 _ON_DEVICE = "the gradients are on the device: call resize_ only on a storage that is empty, whose size() is 0"
 """What to do if a load that nothing preceded takes memory away."""

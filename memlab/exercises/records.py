@@ -10,6 +10,7 @@ from difflib import get_close_matches
 from typing import Self
 
 from memlab.analysis.loss_tolerance import loss_tolerance
+from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario
 from memlab.config.settings import KEPT_ON_HOST, MemorySettings
 from memlab.config.training_state import TrainingState
@@ -50,10 +51,8 @@ class Check(Goals):
         elif not record.is_steady:
             hint = "leave out warm_up=False: memlab then takes a warm-up step, and records the step after it"
             self.goal(False, "the step is not steady (no equal step came right before it), must be steady", hint)
-        elif (parts := sum(record.peak_by_category.values())) != record.peak_allocated_bytes:
-            peak = format_bytes(record.peak_allocated_bytes)
-            hint = "hand in the record as the step returned it"
-            self.goal(False, f"the record's peak is {peak}, but its categories add up to {format_bytes(parts)}", hint)
+        elif contradiction := _contradiction(record):
+            self.goal(False, contradiction, "hand in the record as the step returned it")
 
     def peak_below(self, num_bytes: int, hint: str = "") -> Self:
         """Requires `peak_allocated_bytes` below a number of bytes.
@@ -464,7 +463,8 @@ class Attempt:
             if isinstance(error, AttributeError) and error.name == "data_parallel_size":  # a text is no layout
                 self.refusal = f"layout is {shortened(error.obj)}, must be Layout(...)"
             option = re.search(r"Lab\.step\(\) got an unexpected keyword argument '(\w+)'", self.refusal)
-            actions = [action for part, action in _TO_PYTHON.items() if part in self.refusal]
+            actions = _to_read_layout(error)
+            actions += [action for part, action in _TO_PYTHON.items() if part in self.refusal]
             for options, otherwise in ((MemorySettings, _TO_SETTINGS), (TrainingState, _TO_STATE)):
                 names = [field.name for field in fields(options)]
                 name = re.search(rf"{options.__name__}\.__init__\(\) got an unexpected .* '(\w+)'", self.refusal)
@@ -491,7 +491,19 @@ class Attempt:
         return bool(self.refusal)
 
 
-_TO_LAYOUT = "name its fields, such as tensor_model_parallel_size=4, or write Layout.from_text('TP4')"
+def _to_read_layout(error: TypeError | AttributeError) -> list[str]:
+    """Returns what to write if a layout's field was asked of a text that `Layout.from_text` reads; else nothing."""
+    text = error.obj if isinstance(error, AttributeError) and error.name == "data_parallel_size" else None
+    if not isinstance(text, str):
+        return []
+    try:
+        Layout.from_text(text)
+    except ValueError:
+        return []
+    return [f"write Layout.from_text({text!r})"]
+
+
+_TO_LAYOUT = "name its fields, such as tensor_model_parallel_size=2, or write Layout.from_text('TP2 DP4')"
 _TO_SETTINGS = "name its fields, such as recompute_granularity='full'"
 _TO_STATE = "name its fields, such as grad_reduce_in_bf16=True"
 _TO_UNPACK = "give as many values as there are names on the left of the '='"
@@ -536,6 +548,30 @@ class RefusedCheck(Goals):
         if not (hasattr(Check, goal) or hasattr(ResidencyCheck, goal)):
             raise AttributeError(f"a check has no goal {goal!r}")
         return lambda *_arguments, **_options: self
+
+
+def _contradiction(record: StepRecord) -> str:
+    """Says which field of a record contradicts its settings or its timeline; empty if none does."""
+    named = record.settings.offload_modules or ()
+    if unnamed := [name for name in record.offloaded_bytes_by_module if name not in named]:
+        return f"the record says that {unnamed[0]} was offloaded, but its settings do not name {unnamed[0]}"
+    if record.timeline is None:
+        parts = sum(record.peak_by_category.values())
+        return _differs("peak_allocated_bytes", record.peak_allocated_bytes, "the sum of its categories", parts)
+    untraced = ("scenario", "settings", "backend", "versions", "step_index", "residual_bytes")
+    traced = StepRecord.from_timeline(record.timeline, **{name: getattr(record, name) for name in untraced})
+    of_timeline = {name: getattr(traced, name) for name in _TRACED}
+    of_timeline["residual_bytes"] = sum(record.residual_by_module.values())
+    differences = (_differs(name, getattr(record, name), "its timeline", of_timeline[name]) for name in of_timeline)
+    return next(filter(None, differences), "")
+
+
+_TRACED = ("static_bytes", "peak_allocated_bytes", "activation_peak_bytes", "host_bytes", "recomputed_bytes")
+"""The numbers of a record that goals ask for, and that its timeline has too."""
+
+
+def _differs(name: str, mine: int, source: str, theirs: int) -> str:
+    return f"{name} of the record is {mine:,}, but {theirs:,} by {source}" if mine != theirs else ""
 
 
 def _idle_in(state: TrainingState, name: str, value: object) -> set[str]:

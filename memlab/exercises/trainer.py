@@ -32,13 +32,19 @@ class Trainer:
     def __init__(self, lab: Any, *, is_offload_param: bool, slowness: float = 1.0) -> None:
         self._is_offload_param = is_offload_param
         self._slowness = slowness
-        self.complaint = ""
-        """The first thing that was out of order; empty if nothing was."""
+        self._complaint = ""
+        self._comes_before_hand_over = False
         self._lab = lab
         self._now = 1000.0
         self._num_reads = 0
         self._queue_ends = 0.0
         self._done: list[str] = []
+
+    @property
+    def complaint(self) -> str:
+        """The first thing that was out of order; empty if nothing was."""
+        is_missing = self._comes_before_hand_over and "hand over" not in self._done
+        return "your sync never calls hand_over" if is_missing else self._complaint
 
     @property
     def is_offload_param(self) -> bool:
@@ -85,7 +91,7 @@ class Trainer:
     def broadcast(self) -> None:
         """Sends the copies on the host to the engine."""
         if "hand over" not in self._done:
-            self._complain("broadcast comes before hand_over, whose copies it sends: hand over first")
+            self._complain_of_order("broadcast comes before hand_over, whose copies it sends: hand over first")
         if self.is_offload_param and "offload" not in self._done:
             self._complain(
                 "the weights stay on the device during the broadcast, which does not read them there: offload them "
@@ -101,7 +107,7 @@ class Trainer:
                 "your sync offloads weights that stay on the device: offload only if is_offload_param is true"
             )
         elif "hand over" not in self._done:
-            self._complain("offload comes before hand_over, which reads the weights on the device: hand over first")
+            self._complain_of_order("offload comes before hand_over, which reads them on the device: hand over first")
         self._lab.offload("parameters", "gradients")
         self._copy("offload")
 
@@ -157,5 +163,9 @@ class Trainer:
     def _copy_seconds(self, name: str) -> float:
         return self._slowness * COPY_SECONDS[name]
 
+    def _complain_of_order(self, what: str) -> None:
+        self._comes_before_hand_over |= not self._complaint
+        self._complain(what)
+
     def _complain(self, what: str) -> None:
-        self.complaint = self.complaint or what
+        self._complaint = self._complaint or what

@@ -81,6 +81,8 @@ class Entries:
     Of a command with overrides, the module that takes its own configuration."""
     recipe: str = ""
     """Where the values of the recipe that a job names come from; empty where it names none that memlab can read."""
+    own_files: set[str] = field(default_factory=set)
+    """Names of the framework's own configurations that the job lies beside, whose values are defaults."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that a script sets for its programs, such as ``PYTORCH_CUDA_ALLOC_CONF``."""
     not_exported: tuple[str, ...] = ()
@@ -123,6 +125,10 @@ class Entries:
         self.by_key = {
             name: entry for name, entry in self.by_key.items() if name != key and not name.startswith(f"{key}.")
         }
+
+    def is_of_framework(self, entry: Entry) -> bool:
+        """Whether a value is none of the job's, but of one of `own_files`."""
+        return isinstance(entry.line, Line) and entry.line.file in self.own_files
 
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of a key that the file gives, or the default."""

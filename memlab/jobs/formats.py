@@ -222,15 +222,18 @@ def _yaml_format(root: Node, path: Path, format_name: str | None, variables: dic
         return format_name or "megatron-lm", model_args(root, variables, path.name)
     if format_name == "ms-swift" or (format_name is None and is_argument_file(_plain(root))):
         return "ms-swift", arguments_of(root, path.name)
-    entries = _with_defaults(root, path, [])
+    named: list[Path] = []
+    entries = _with_defaults(root, path, named)
+    found = format_name or framework_of_keys((*entries.by_key, *root.value))
+    if found is not None:
+        _take_named_defaults(root, named, framework_named(found), entries)
     resolve(entries, variables)
     _collapse_targets(entries)
-    found = framework_of_keys((*entries.by_key, *root.value))
-    if format_name is None and found is None:
+    if found is None:
         if {"eval", "generation"} <= {key.partition(".")[0] for key in entries.by_key}:
             raise NoJobError(f"{path.name} evaluates a model by NeMo-RL, and trains none: {_ACTION} of a training")
         raise NoJobError(f"{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format")
-    return format_name or found or "", entries
+    return found or "", entries
 
 
 def _collapse_targets(entries: Entries) -> None:
@@ -272,6 +275,7 @@ def _with_defaults(
     own = placed(own, package)
     if defaults is None:
         return own
+    searched = _searched(root, path) if not chain else []
     chain = (*chain, path.resolve())
     merged, is_placed = Entries(), False
     for default in defaults_of(defaults):
@@ -279,7 +283,7 @@ def _with_defaults(
             merge_over(merged, own)
             is_placed = True
             continue
-        base = _file_of_default(default, path, chain[0])
+        base = _file_of_default(default, path, chain[0], searched)
         if base is not None:
             merge_over(merged, _of_default(default, base, path, named, chain, package))
         elif not default.is_optional:
@@ -310,13 +314,50 @@ def _of_default(
     return _with_defaults(root, base, named, chain, package).of_file(base.name)
 
 
-def _file_of_default(default: Default, path: Path, first: Path) -> Path | None:
+def _file_of_default(default: Default, path: Path, first: Path, searched: list[Path]) -> Path | None:
     """Returns the file of an entry of the key ``defaults``, if it is there."""
     if default.file is None:
         return None
     folder = first.parent if default.file.startswith("/") and not Path(default.file).is_file() else path.parent
     base = folder / (default.file.lstrip("/") if folder == first.parent else default.file)
-    return base if _is_file(base) else None
+    bases = [base, *(folder / default.file.lstrip("/") for folder in searched)]
+    return next((base for base in bases if _is_file(base)), None)
+
+
+def _searched(root: Node, path: Path) -> list[Path]:
+    """Returns the folders of the key ``hydra.searchpath``, from each folder where the job may be started."""
+    hydra = root.value.get("hydra")
+    listed = hydra.value.get("searchpath") if hydra is not None and isinstance(hydra.value, dict) else None
+    texts = [str(one.value) for one in listed.value] if listed is not None and isinstance(listed.value, list) else []
+    names = [
+        text.removeprefix("pkg://").replace(".", "/")
+        if text.startswith("pkg://")
+        else text.removeprefix("file:").removeprefix("//")
+        for text in texts[:20]
+    ]
+    return [up / name for name in names if "${" not in name for up in path.absolute().parents]
+
+
+def _take_named_defaults(root: Node, read: list[Path], framework: Framework, entries: Entries) -> None:
+    """Takes what a file's ``defaults`` say where they name one of the framework's own configurations.
+
+    Args:
+        root: What the file contains.
+        read: The files that its ``defaults`` name and that are there.
+        framework: Whose job it is.
+        entries: The keys of all of these files.
+    """
+    own = framework.folder_of_configurations
+    entries.own_files |= {file.name for file in read if own and own in file.as_posix()}
+    for default in defaults_of(root.value["defaults"]) if "defaults" in root.value else []:
+        stem = Path(default.file or "").stem
+        if stem not in framework.configurations:
+            continue
+        for key, value in framework.configurations[stem].items():
+            if key not in entries.by_key:
+                entries.add(key, value, default.line)
+        missing = f"the defaults {shortened(default.name)} are not beside"
+        entries.warnings = [one for one in entries.warnings if missing not in one]
 
 
 def _script_format(script: Script, path: Path, format_name: str | None) -> tuple[str, Entries]:
@@ -337,14 +378,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             read_flags(words, entries, framework.is_switch)
             programs = [Entry("", word.rpartition("/")[2], at) for word, at in command.words if word.endswith(".py")]
             entries.program = programs[-1] if programs else None
-            if is_started_by_a_launcher(word for word, _ in command.words):
-                _take_file_of_a_launcher(command, path, entries)
-            if found == "slime":
-                _take_values_above_flags(path, entries)
-            if found == "ms-swift":
-                _take_argument_file(words, path, entries)
-                if "rlhf_type" not in entries.by_key and is_preference_learning(words):
-                    entries.add("rlhf_type", "dpo", command.line)
+            _take_files_of_flags(found, command, words, path, entries)
         else:
             entries.environment = dict(command.variables)
             _take_overrides(words, path, framework, entries)
@@ -356,6 +390,22 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     if not entries.by_key:
         raise ValueError(f"{cause}{path.name} has no arguments of {found}: {_ACTION}")
     return found, entries
+
+
+def _take_files_of_flags(
+    framework: str, command: Command, words: list[tuple[str, int]], path: Path, entries: Entries
+) -> None:
+    """Takes the files of arguments that the flags of a command name, as each framework does."""
+    if is_started_by_a_launcher(word for word, _ in command.words):
+        _take_file_of_a_launcher(command, path, entries)
+    if framework == "megatron-lm":
+        _take_file_for_flags(path, entries)
+    if framework == "slime":
+        _take_values_above_flags(path, entries)
+    if framework == "ms-swift":
+        _take_argument_file(words, path, entries)
+        if "rlhf_type" not in entries.by_key and is_preference_learning(words):
+            entries.add("rlhf_type", "dpo", command.line)
 
 
 def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) -> tuple[str, Entries] | None:
@@ -408,17 +458,23 @@ def _take_configuration(
         entry = flags.by_key.get(key)
         if entry is None or key == "config_path":
             continue
-        name = str(entry.value)
-        base = path.parent / str(flags.get("config_path", "") if key == "config_name" else "") / name
+        name, folder = str(entry.value), ""
+        if key == "config_name" and "config_path" in flags.by_key:
+            folder = str(flags.by_key["config_path"].value)
+        base = path.parent / folder.replace(UNKNOWN, "") / name
         base = base if base.suffix in (".yaml", ".yml") else base.with_name(f"{base.name}.yaml")
         if framework.knows(key) and not entry.is_unknown:
             entries.by_key[key] = entry
+        named = _named_for_hydra(program, path, framework) if key == "config_name" else None
         if base.stem in framework.configurations:
             _take_other_defaults(base.stem, entry, framework, entries)
-            continue
-        others = [up / name for up in path.absolute().parents]
+            if named is None or not _is_of(framework, program):
+                continue
+            base = named[0].parent / named[1] / base.name
+        # The beginning of a path that only the run knows is a folder where the job may be started.
+        below = folder.rpartition(UNKNOWN)[2].lstrip("/") if UNKNOWN in folder else ""
+        others = [up / below / one for up in path.absolute().parents for one in {name, base.name}]
         if key == "config_name" and "config_path" not in flags.by_key:
-            named = _named_for_hydra(program, path, framework)
             others += [named[0].parent / named[1] / base.name] if named is not None else []
         base = next((one for one in (base, *others) if _is_file(one)), base)
         if entry.is_unknown or not _is_file(base):
@@ -427,10 +483,22 @@ def _take_configuration(
                 "the script, so memlab takes the framework's own defaults: put it there, or give its keys with --set"
             )
             continue
-        content, _ = _text(base)
-        own = _with_defaults(read_yaml(content, base.name), base, []).of_file(base.name)
-        entries.merge(own)
-        entries.warnings += own.warnings
+        _take_configuration_file(base, framework, entries)
+
+
+def _take_configuration_file(base: Path, framework: Framework, entries: Entries) -> None:
+    """Takes the keys of a configuration, and of those that it names."""
+    root, read = read_yaml(_text(base)[0], base.name), [base]
+    own = _with_defaults(root, base, read)
+    _take_named_defaults(root, read, framework, own)
+    own.of_file(base.name)
+    entries.merge(own)
+    entries.own_files |= own.own_files
+    entries.warnings += own.warnings
+
+
+def _is_of(framework: Framework, program: Entry | None) -> bool:
+    return program is not None and str(program.value).startswith(f"{framework.name}.")
 
 
 def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framework, entries: Entries) -> None:
@@ -469,7 +537,7 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
     source, folder, name = named
     entries.add("config_name", name, entries.program.line)
     base = (source.parent / folder / name).with_suffix(".yaml")
-    if name in framework.configurations:
+    if name in framework.configurations and not (_is_of(framework, entries.program) and _is_file(base)):
         return
     if not _is_file(base):
         entries.warnings.append(
@@ -478,10 +546,7 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
             "--set"
         )
         return
-    own = _with_defaults(read_yaml(_text(base)[0], base.name), base, []).of_file(base.name)
-    entries.merge(own)
-    names = [f"the defaults {shortened(name)} are not beside" for name in framework.configurations]
-    entries.warnings += [one for one in own.warnings if not any(name in one for name in names)]
+    _take_configuration_file(base, framework, entries)
 
 
 def _take_other_defaults(name: str, named_by: Entry, framework: Framework, entries: Entries) -> None:
@@ -518,11 +583,14 @@ def _take_file_in_source(path: Path, framework: Framework, entries: Entries) -> 
 def _named_for_hydra(program: Entry | None, path: Path, framework: Framework) -> tuple[Path, str, str] | None:
     """Returns the source of a job's own program, if it lies near, and its configuration's folder and name.
 
-    Nothing is executed: the decorator ``hydra.main`` is found in the text.
+    Nothing is executed: the decorator ``hydra.main`` is found in the text. The framework's own program counts where it
+    lies in a checkout whose configurations are others than memlab's defaults.
     """
-    if program is None or not framework.knows("config_name") or str(program.value).startswith(f"{framework.name}."):
+    if program is None or not framework.knows("config_name"):
         return None
     source = _source_of(str(program.value), path)
+    if _is_of(framework, program) and (source is None or not framework.has_earlier_configurations(source)):
+        return None
     found = None if source is None else _HYDRA_MAIN.search(_text(source)[0])
     return None if source is None or found is None else (source, found[1], found[2])
 
@@ -602,6 +670,30 @@ def _take_environment_of_ray(command: Command, path: Path, entries: Entries) -> 
         root = _argument_file(word.removeprefix("--runtime-env="), line, path, entries)
         if root is not None and isinstance(root.value, dict):
             entries.environment = entries.environment | texts_of(root.value.get("env_vars"))
+
+
+def _take_file_for_flags(path: Path, entries: Entries) -> None:
+    """Takes the file of ``--yaml-cfg``, which Megatron-LM reads in place of all flags (``parse_args``, d98e8a64).
+
+    Its keys are the destinations of the flags; those of the layers and of the layout have a section each.
+    """
+    named = entries.by_key.get("yaml_cfg")
+    name = UNKNOWN if named is None or named.is_unknown else str(named.value)
+    root = None if named is None else _argument_file(name, named.line or 1, path, entries)
+    if named is None or root is None:
+        return
+    own, flags = Entries(), entries.by_key
+    for key, entry in flat(root, Path(name).name).by_key.items():
+        if entry.value is None:
+            continue
+        own.add(re.sub(r"^(language_model|model_parallel)[.]", "", key), entry.value, entry.line)
+    kept = {key: flags[key] for key in ("nnodes", "nproc_per_node") if key in flags}
+    dropped = [f"--{key.replace('_', '-')}" for key in flags if key not in kept and key != "yaml_cfg"]
+    entries.by_key = own.of_file(Path(name).name).by_key | kept
+    entries.warnings.append(
+        f"{named.place}: with --yaml-cfg Megatron-LM reads {Path(name).name} in place of all flags"
+        + (f", so these change nothing: {', '.join(dropped)}" if dropped else "")
+    )
 
 
 def _take_values_above_flags(path: Path, entries: Entries) -> None:

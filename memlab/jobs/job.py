@@ -321,23 +321,7 @@ def _built(
     refuses = cannot_start is None and not_supported is not None and not reading.questions
     _note_beside_the_step(reading)
     rollout = _rollout(reading, scenario)
-    without_effect = dict(reading.without_effect)
-    said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
-    for key, entry in reading.entries.by_key.items():
-        if key in said or (entry.is_unknown and key in reading.known):  # a warning names it
-            continue
-        if key in reading.known or entry.value in ({}, None):
-            without_effect.setdefault(
-                key,
-                "memlab predicts steps with this value in any case, or the key has no effect without another key that "
-                "the job does not set",
-            )
-        elif framework.ignores(key):
-            without_effect.setdefault(key, "the key does not concern the memory of a training step")
-        else:
-            reading.not_modelled.append(
-                NotModelled(key, entry.value, "unknown", "memlab does not know this key", entry.place)
-            )
+    without_effect = _without_effect(framework, reading)
     unread = [f"what {reading.unread} sets"] if reading.unread else []
     return cls(
         path=reading.path,
@@ -363,6 +347,36 @@ def _built(
         causes=tuple(dict.fromkeys(reading.entries.causes)),
         warnings=tuple(dict.fromkeys(reading.warnings)),
     )
+
+
+def _without_effect(framework: Framework, reading: Reading) -> dict[str, str]:
+    """Returns the keys that change nothing, each with the reason, and names those that memlab does not know."""
+    without_effect = dict(reading.without_effect)
+    said = {one.key for one in reading.taken} | {one.key for one in reading.not_modelled}
+    others: list[str] = []
+    for key, entry in reading.entries.by_key.items():
+        if key in said or (entry.is_unknown and key in reading.known):  # a warning names it
+            continue
+        if key in reading.known or entry.value in ({}, None):
+            without_effect.setdefault(
+                key,
+                "memlab predicts steps with this value in any case, or the key has no effect without another key that "
+                "the job does not set",
+            )
+        elif framework.ignores(key):
+            without_effect.setdefault(key, "the key does not concern the memory of a training step")
+        elif reading.entries.is_of_framework(entry):
+            others.append(key)
+        else:
+            reading.not_modelled.append(
+                NotModelled(key, entry.value, "unknown", "memlab does not know this key", entry.place)
+            )
+    if others:
+        reading.warnings.append(
+            f"{len(others)} keys of the framework's own configuration beside the job are none that memlab knows, and "
+            f"it leaves their values out: {', '.join(others[:3])}{', ...' * (len(others) > 3)}"
+        )
+    return without_effect
 
 
 def _as_read(framework: Framework, reading: Reading) -> dict[str, Any]:

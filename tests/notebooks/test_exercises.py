@@ -124,6 +124,11 @@ def not_steady(answer: str) -> str:
     return f"{answer.removesuffix(')')}, warm_up=False)"
 
 
+def forged(record: str, fields: str) -> str:
+    """The record of a cell with other numbers."""
+    return f"from dataclasses import replace\nmine = replace({record}, {fields})"
+
+
 def plus(settings: str, options: str) -> str:
     """A step in another training state and under memory settings."""
     return f"from memlab import MemorySettings; mine = lab.step(MemorySettings({settings}), state=TrainingState({options}))"
@@ -191,6 +196,7 @@ EXERCISES = {
                 step("full.settings"),
                 *NO_RECORDS,
                 "mine = half",  # a row of the first table
+                forged("full", 'peak_allocated_bytes=1, peak_by_category={"activations": 1}, recomputed_bytes=1'),
                 'mine = selective["moe"]',
                 selective("core_attn"),
                 selective("mlp"),  # every layer of this model is MoE
@@ -218,6 +224,7 @@ EXERCISES = {
                 ),
                 offload("moe_act"),
                 selective("moe"),
+                forged('selective["moe"]', "residual_bytes=0"),
                 selective("core_attn"),
                 step("MemorySettings()"),
                 step("half.settings"),
@@ -280,6 +287,7 @@ EXERCISES = {
                 step('MemorySettings(offload_modules=["expert_fc1", "moe_act"])'),
                 # Only Megatron's warm-up step peaks below the goal: it offloads the last offload groups too.
                 not_steady(offload("expert_fc1", "moe_act")),
+                forged('moved["qkv_linear"]', "activation_peak_bytes=100"),
                 *(in_state(options) for options in OTHER_STATES),
                 offload(*ALL_MODULES, others=", offload_parameters=True"),
                 offload(*ALL_MODULES, others=AWAY_IN_THE_STEP),
@@ -297,6 +305,7 @@ EXERCISES = {
             ),
             wrong=(
                 offload("qkv_linear"),
+                forged("plain", 'offloaded_bytes_by_module={"core_attn": 1, "qkv_linear": 1}'),
                 offload("core_attn", "attn_proj"),
                 step('MemorySettings(offload_modules=["core_attn", "qkv_linear"])'),
                 offload("core_attn", "qkv_linear", others=RECOMPUTE_MOE),
@@ -404,6 +413,7 @@ EXERCISES = {
             solution=selective("moe_act"),
             wrong=(
                 step('remedies["detach"].settings'),
+                forged("plain", "residual_bytes=0, recomputed_bytes=1, activation_peak_bytes=1"),
                 'mine = lab.step(full.settings, remedy="detach")',
                 *NO_RECORDS,
                 step("MemorySettings()"),

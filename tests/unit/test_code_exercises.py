@@ -220,7 +220,7 @@ WRONG_MOVES = {
         "model.calls = getattr(model, 'calls', 0) + 1\nif model.calls < 4:\n    " + LOAD.strip().replace("\n", "\n    "),
         "was not brought back to its size. Hint: compare with the first one.",
     ),
-    "load and release swapped": (LOAD, RELEASE, "if it is the release, write check((release, load))"),
+    "load and release swapped": (LOAD, RELEASE, "if it is the release, exchange the names of the two functions"),
 }  # fmt: skip
 
 
@@ -416,7 +416,7 @@ WRONG_SYNCS = {
         "your sync changes is_offload_param",
     ),
     "no load": (SYNC.replace("    trainer.load(load_grad=False)\n", ""), "hand_over comes while the weights are on the"),
-    "no hand over": (SYNC.replace("trainer.hand_over()\n", ""), "offload comes before hand_over"),
+    "no hand over": (SYNC.replace("trainer.hand_over()\n", ""), "your sync never calls hand_over"),
     "no offload": (SYNC.replace("    trainer.offload()\n", ""), "the weights stay on the device during the broadcast"),
     "no broadcast": (SYNC.replace("trainer.broadcast()\n", ""), "your sync never calls broadcast"),
     "as merged: offload after the broadcast": (

@@ -31,7 +31,9 @@ from memlab.units import MIB, format_bytes
 from tests.unit.builders import job_of, record_of, scenario, training_step
 from tests.unit.live import FULL, offload, recompute
 
-PLAIN = record_of(training_step())
+TAKEN = record_of(training_step())
+PLAIN = replace(TAKEN, timeline=None)
+"""Without a timeline, so that these tests can give it other numbers."""
 HALF_OF_THE_LAYERS = MemorySettings(
     recompute_granularity="full", recompute_method="block", recompute_num_layers=scenario().num_layers // 2
 )
@@ -149,7 +151,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             "moe_act transferred nothing to the host: all is under min_offloaded_tensor_size",
         ),
         (
-            replace(PLAIN, offloaded_bytes_by_module={"moe_act": 1}),
+            with_settings(offload("moe_act"), offloaded_bytes_by_module={"moe_act": 1}),
             ("offloads_nothing",),
             "moe_act transferred activations to the host, must transfer none",
         ),
@@ -232,7 +234,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (
             replace(PLAIN, peak_allocated_bytes=1),
             ("peak_below", 10**15),
-            "the record's peak is 1 B, but its categories add up to ",
+            "peak_allocated_bytes of the record is 1, but ",
         ),
         (
             with_settings(replace(FULL, checkpoint_input_remedy="release_storage")),
@@ -259,6 +261,33 @@ def test_a_missed_goal_prints_one_line_and_silences_the_goals_after_it(
     assert printed.startswith("not yet: ")
     assert line in printed
     assert not printed.endswith("?.")
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {"static_bytes": 1},
+        {"peak_allocated_bytes": 1},
+        {"peak_allocated_bytes": 1, "peak_by_category": {"activations": 1}},
+        {"activation_peak_bytes": 1},
+        {"host_bytes": 1},
+        {"recomputed_bytes": 1},
+        {"residual_bytes": 1},
+        {"offloaded_bytes_by_module": {"moe_act": 1}},
+    ],
+    ids="+".join,
+)
+def test_a_record_with_a_number_changed_by_hand_is_refused(
+    numbers: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(TAKEN).peak_below(10**15)
+    assert check(JobRecord.of([TAKEN])).peak_below(10**15)
+    capsys.readouterr()
+    for record in (TAKEN, JobRecord.of([TAKEN])):
+        assert not check(replace(record, **numbers)).peak_below(10**15)
+        line = capsys.readouterr().out
+        assert line.startswith("not yet: ") and line.endswith(". Hint: hand in the record as the step returned it.\n")
+        assert line.count("\n") == 1 and next(iter(numbers)).split("_")[0] in line
 
 
 @pytest.mark.parametrize(
@@ -591,10 +620,10 @@ GIVEN = {"manual_gc": True}
         (lambda: MemorySettings(granularity="full"), "write recompute_granularity=..."),  # type: ignore[call-arg]
         (lambda: MemorySettings("full"), "name its fields, such as"),  # type: ignore[call-arg]
         (lambda: TrainingState(**GIVEN, manual_gc=False), "give it once"),  # type: ignore[arg-type]
-        (lambda: Layout(pp=4), "write Layout.from_text('TP4')"),  # type: ignore[call-arg]
-        (lambda: Layout("PP4 DP2"), "write Layout.from_text('TP4')"),  # type: ignore[misc]
+        (lambda: Layout(pp=4), "write Layout.from_text('TP2 DP4')"),  # type: ignore[call-arg]
+        (lambda: Layout("PP4 DP2"), "write Layout.from_text('TP2 DP4')"),  # type: ignore[misc]
         (lambda: "TP2".data_parallel_size, "refused: layout is 'TP2', must be Layout(...): "),  # type: ignore[attr-defined]
-        (lambda: "TP2".data_parallel_size, "write Layout.from_text('TP4')"),  # type: ignore[attr-defined]
+        (lambda: "TP2 PP4".data_parallel_size, "must be Layout(...): write Layout.from_text('TP2 PP4')"),  # type: ignore[attr-defined]
         (
             lambda: two_of([1, 2, 2, 3]),
             "too many values to unpack (expected 2): give as many values as there are names",

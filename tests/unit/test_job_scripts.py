@@ -105,7 +105,7 @@ FOLLOWED = [
     "[ abc = a* ] && A=1 || A=0\n[[ abc = a* ]] && B=1 || B=0\n[[ abc == [a-c]?[!x] ]] && C=1 || C=0\n[[ abc == a\\* ]] && D=1 || D=0\ntrain $A $B $C $D",
     "N=1; TP=2\n[[ $N -gt 0 && $N -gt 5 ]] && TP=4\n[[ $N -gt 5 || ( $N -eq 1 && ! $N -eq 2 ) ]] && PP=3\ntrain $TP $PP",
     "N=3; TP=2\n[ $N -gt 0 -a $N -lt 5 ] && TP=4\n[ $N -eq 9 -o $N -eq 3 ] && PP=2\n[ $N -gt 5 ] || [ $N -eq 3 ] && CP=2\ntrain $TP $PP $CP",
-    'A=1; B=1; [ $UNSET = 1 ] && A=2\n[ -n $UNSET ] && B=2\n[ "$UNSET" -eq 0 ] && C=2 || C=3\n[[ $UNSET -eq 0 ]] && D=2\ntrain $A $B $C $D',
+    'A=1; B=1; [ "$UNSET" = 1 ] && A=2\n[ -n $UNSET ] && B=2\n[ "$UNSET" -eq 0 ] && C=2 || C=3\n[[ $UNSET -eq 0 ]] && D=2\ntrain $A $B $C $D',
     'test 3 -ge 3 && A=1\nif test -z "$X"; then B=2; fi\n[[ -v A ]] && C=3\n[[ $A && ! $Z ]] && D=4\ntrain $A $B $C $D',
     "if [[ 2 -gt 1 &&\n  1 -lt 2 ]]\nthen\n  A=1\nelse\n  A=2\nfi\ntrain $A",
     "A=0\nif ((A)); then TP=4; else TP=2; fi\nif (( A == 0 && TP <= 2 )); then PP=3; fi\ntrain $TP $PP",

@@ -35,8 +35,8 @@ def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = T
     group.add_argument(
         "--format",
         metavar="NAME",
-        help=f"framework of the file: {names} (default: memlab recognizes it); {' and '.join(OF_OTHER_MODELS)} take "
-        "the second model that such a job trains",
+        help=f"framework of the file: {names} (default: memlab recognizes it); {', '.join(OF_OTHER_MODELS)}: "
+        "take the second model that such a job trains",
     )
     group.add_argument(
         "--set",

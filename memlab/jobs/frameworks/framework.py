@@ -254,6 +254,8 @@ class Framework:
     configurations: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Names of the framework's own configurations, each with the keys whose values are other ones than the defaults of
     `keys`."""
+    folder_of_configurations: str = ""
+    """Where a checkout has them."""
     configuration_of: dict[str, str] = field(default_factory=dict)
     """Of the framework's own programs, which of these they read where a command names none."""
     file_in_source: re.Pattern[str] | None = None
@@ -263,6 +265,8 @@ class Framework:
     """Among which the user has to choose where defaults differ; the newest first."""
     version_around: Callable[[Path], tuple[str, str] | None] = lambda _: None
     """Returns which of `versions` the checkout has that a job's file lies in, and what says so."""
+    has_earlier_configurations: Callable[[Path], bool] = lambda _: False
+    """Whether a file lies in a checkout whose own configurations have other defaults than `keys`."""
 
     @property
     def engine(self) -> EngineName:

@@ -832,7 +832,9 @@ _USER_BUFFERS = tuple(
         else (key,)
     )
 )
-_USUAL_FLAGS = {"--tensor-model-parallel-size", "--num-layers", "--hidden-size", "--micro-batch-size"}
+_USUAL_FLAGS = {
+    "--tensor-model-parallel-size", "--num-layers", "--hidden-size", "--micro-batch-size", "--yaml-cfg",
+}  # fmt: skip
 
 _WITHOUT_FLAG = (
     "_cpu_offloading_context", "adaptive_muon_beta2", "adaptive_muon_eps", "adaptive_muon_moment2_method",

@@ -258,6 +258,13 @@ def complete(reading: Reading) -> None:
     """Derives ranks, workload, recompute and what leaves the device around generation."""
     values = reading.values
     values |= FIXED
+    dtensor, megatron = "policy.dtensor_cfg.enabled", f"{_MEGATRON}.enabled"
+    if reading.get(dtensor) is False and reading.get(megatron) is None:
+        # ``Policy`` in models/policy/lm_policy.py asks for one of the two.
+        reading.questions.append(
+            f"{dtensor} is false and {megatron} is not given, and NeMo-RL asks for one that is true: give --set "
+            f"{megatron}=true or {dtensor}=true"
+        )
     if not values.pop("has_adapters"):
         values["lora_rank"] = None
     _take_model_of_guide(reading)

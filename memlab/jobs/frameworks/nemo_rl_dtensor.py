@@ -8,6 +8,7 @@ builds Automodel's models; of the dense families that memlab has, it takes those
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from memlab.config.architectures import Architecture
@@ -146,9 +147,29 @@ def chooses_dtensor(values: dict[str, Any]) -> bool:
     themselves have the DTensor policy (``grpo_math_1B.yaml``, ``sft.yaml``, ...; 7ea279ab).
     """
     dtensor, megatron = (str(values.get(f"policy.{name}.enabled")).lower() for name in ("dtensor_cfg", "megatron_cfg"))
+    if megatron == "none" and _switch_of_a_fork(values) is not None:
+        return True
     if dtensor == "none":
         return not any(key.startswith("policy.megatron_cfg.") for key in values)
     return dtensor == "true" and megatron != "true"
+
+
+def _switch_of_a_fork(values: dict[str, Any]) -> str | None:
+    """Returns the key that chooses an engine like DTensor's which NVIDIA's NeMo-RL does not have, None if none does."""
+    return next((key for key, value in values.items() if _FORKED.fullmatch(key) and value is True), None)
+
+
+def _ask_for_keys_of_a_fork(reading: Reading) -> None:
+    forked = _switch_of_a_fork({key: entry.value for key, entry in reading.entries.by_key.items()})
+    if forked is not None:
+        section = forked.removesuffix(".enabled")
+        reading.questions.append(
+            f"{forked} is true, a key that NVIDIA's NeMo-RL does not have: memlab reads {_DTENSOR} in its place; give "
+            f"--set {_DTENSOR}.enabled=true, and the values of {section} under {_DTENSOR}"
+        )
+
+
+_FORKED = re.compile(r"policy[.]dtensor_\w+_cfg[.]enabled")
 
 
 def complete(reading: Reading) -> None:
@@ -158,6 +179,7 @@ def complete(reading: Reading) -> None:
     sections = {key.partition(".")[0] for key in reading.entries.by_key}
     generates = has_engine(sections)
     del values["is_dtensor"]
+    _ask_for_keys_of_a_fork(reading)
     if is_of_tower(reading):
         _take_tower(reading, generates=generates)
     else:

@@ -10,6 +10,7 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.validation import is_number
 from memlab.jobs.frameworks.bridge_keys import complete_provider
 from memlab.jobs.frameworks.budgets import by_tokens
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
@@ -43,7 +44,13 @@ from memlab.jobs.frameworks.reinforcement import (
     take_sequences,
     vllm_arguments,
 )
-from memlab.jobs.frameworks.verl_checkout import BEFORE, VERSIONS, version_around
+from memlab.jobs.frameworks.verl_checkout import (
+    BEFORE,
+    VERSIONS,
+    has_earlier_configurations,
+    trains_without_engines,
+    version_around,
+)
 from memlab.jobs.frameworks.verl_engine import (
     AWAY,
     CANNOT_WRITE,
@@ -151,6 +158,17 @@ FRAMEWORK_MISSING = (
 )  # fmt: skip
 
 
+_ROWS_OF_ALL_RANKS = (
+    (f"{_ACTOR}.ppo_micro_batch_size", "micro_batch_size"),
+    (f"{_ROLLOUT}.log_prob_micro_batch_size", "policy_rows"),
+    ("actor_rollout_ref.ref.log_prob_micro_batch_size", "reference_rows"),
+)
+"""Deprecated keys of sequences of all ranks, each with the field of those of a rank."""
+_PROGRAMS_OF_TRAINER = (
+    "main_ppo", "main_ppo_sync", "main_ppo_v0", "main_eval", "main_generation", "main_generation_server",
+    "sft_trainer", "sft_trainer_ray", "fsdp_sft_trainer",
+)  # fmt: skip
+"""In ``verl/trainer``."""
 _SEPARATE = {
     "algorithm.rollout_correction.bypass_mode": True,
     f"{_ROLLOUT}.checkpoint_engine.backend": "nccl",
@@ -159,12 +177,13 @@ _SEPARATE = {
 }
 """What trainers whose inference engine has GPUs of its own set in ``verl/experimental`` (0.9.1 and 1dda039b)."""
 _FULLY_ASYNC, _ONE_STEP = _SEPARATE, _SEPARATE | {f"{_ROLLOUT}.free_cache_engine": False}
+_OF_MEGATRON = {f"{_ACTOR}.strategy": "megatron"}
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    "ppo_megatron_trainer": {},
+    "ppo_megatron_trainer": _OF_MEGATRON,
     "ppo_trainer": {},
-    "fully_async_ppo_megatron_trainer": _FULLY_ASYNC,
+    "fully_async_ppo_megatron_trainer": _FULLY_ASYNC | _OF_MEGATRON,
     "fully_async_ppo_trainer": _FULLY_ASYNC,
-    "one_step_off_ppo_megatron_trainer": _ONE_STEP,
+    "one_step_off_ppo_megatron_trainer": _ONE_STEP | _OF_MEGATRON,
     "one_step_off_ppo_trainer": _ONE_STEP,
 }
 CONFIGURATION_OF = {
@@ -183,7 +202,7 @@ def note_program(reading: Reading) -> None:
     """Says that a program is not verl's own, and whether its configuration is known."""
     program = reading.entries.program
     name = "verl." if program is None else str(program.value)
-    if program is None or name.startswith(("verl.", "verl/")) or "/verl/" in name:
+    if program is None or _is_own_program(name):
         return
     configuration = reading.entries.by_key.get("config_name")
     reading.warnings.append(
@@ -193,6 +212,54 @@ def note_program(reading: Reading) -> None:
         else f"{program.place}: {name} is no program of verl's own: memlab looks only at its configuration, "
         f"{configuration.value}, and not at what else it does"
     )
+
+
+def _is_own_program(name: str) -> bool:
+    """Whether a program is one of verl's (0.2.0 to 0.9.1 and 1dda039b), and not of a fork."""
+    parts = name.removesuffix(".py").replace("/", ".").split(".")
+    of_trainer = parts[-2:-1] == ["trainer"] and parts[-3:-2] == ["verl"]
+    return "verl" in parts[:-1] and (not of_trainer or parts[-1] in _PROGRAMS_OF_TRAINER)
+
+
+def note_workers(reading: Reading) -> None:
+    """Says that a job trains with the workers that verl had before its engines, where its checkout shows that."""
+    key = "trainer.use_legacy_worker_impl"
+    what = trains_without_engines(reading.path) if reading.version in (None, BEFORE) else None
+    if what is not None and key not in reading.entries.by_key:
+        reading.miss(
+            key, "either", f"{what}, which trains with its workers from before the engines: memlab predicts the engines"
+        )
+
+
+def note_lengths(reading: Reading) -> None:
+    """Says that a program of the job's own gives the lengths of sequences, where its configuration leaves them open."""
+    for key in ("data.max_prompt_length", "data.max_response_length"):
+        entry = reading.entries.by_key.get(key)
+        if entry is not None and entry.value is None:
+            reading.assumed.append("how long sequences are")
+            reading.warnings.append(
+                f"{entry.place}: {key} is null, so the job's own program decides it: memlab takes other lengths in its "
+                f"place; give --set {key}=TOKENS"
+            )
+
+
+def take_rows_of_all_ranks(reading: Reading) -> None:
+    """Takes micro-batches from the keys that count the sequences of all ranks, as verl's earlier workers do.
+
+    See ``ActorRolloutRefWorker`` in verl/workers/fsdp_workers.py (0.1 to 0.7.1): each is divided by the ranks that
+    have different sequences. Later releases have no such division, and the key is named.
+    """
+    values = reading.values
+    if reading.version not in (None, BEFORE) or trains_without_engines(reading.path) is None:
+        return
+    split = math.prod(
+        values.get(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "pipeline_model", "context")
+    )
+    for key, field in _ROWS_OF_ALL_RANKS:
+        rows = reading.get(key)
+        if is_number(rows) and rows > 0 and reading.get(f"{key}_per_gpu") is None:
+            reading.take(key, field, max(1, int(rows) // max(1, values["world_size"] // split)))
+            reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
 
 
 def take_gpus_of_the_engine(reading: Reading) -> None:
@@ -217,6 +284,8 @@ def complete(reading: Reading) -> None:
     nodes, per_node = values.pop("nodes"), values.pop("ranks_per_node")
     values.setdefault("world_size", nodes * per_node)
     note_program(reading)
+    note_workers(reading)
+    note_lengths(reading)
     take_gpus_of_the_engine(reading)
     check_engine(reading)
     note_critic(reading, "critic.megatron")
@@ -227,6 +296,7 @@ def complete(reading: Reading) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
     removes_padding = values.pop("removes_padding")
+    take_rows_of_all_ranks(reading)
     passes = rows_of_passes(reading, longest, tokens, is_dynamic=is_dynamic, removes_padding=removes_padding)
     of_log_probs, rows = max(passes if compares(reading) else passes[:1], key=math.prod)
     _take_entropy(reading)
@@ -304,7 +374,8 @@ def rows_of_passes(
         else:
             passes.append((longest * rows, 1) if removes_padding else (longest, rows))
             key = f"{section}.log_prob_micro_batch_size"
-            if reading.get(key) is not None and (model == "policy" or compares(reading)):
+            is_taken = any(one.key == key for one in reading.taken)
+            if not is_taken and reading.get(key) is not None and (model == "policy" or compares(reading)):
                 reading.miss(key, "either", _OF_ALL_RANKS.format("log_prob_micro_batch_size"))
     return passes
 
@@ -545,7 +616,9 @@ VERL = Framework(
     cannot_write_of=lambda scenario, settings: cannot_write(scenario, settings) | only_segments(scenario, "verl"),
     render=hydra_lines,
     configurations=CONFIGURATIONS,
+    folder_of_configurations="verl/trainer/config",
     configuration_of=CONFIGURATION_OF,
     versions=VERSIONS,
     version_around=version_around,
+    has_earlier_configurations=has_earlier_configurations,
 )

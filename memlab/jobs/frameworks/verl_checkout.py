@@ -1,4 +1,4 @@
-"""Which version of verl a job's file lies beside: in a checkout, or with a recipe that asks for a release."""
+"""Which version of verl a job's file lies beside: in a checkout, or with requirements that ask for a release."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ _SYNC_KEY, _SYNC, _FP32 = (
     "def _resolve_override_ddp_config",
 )
 """What the engines' sources have since 0.9.1, since July 2026, and since June 2026."""
+_VERSION_FILES = ("verl/version/version", "verl/verl/version/version")
+"""In a checkout of verl, and in a repository that has one in a folder of that name."""
+_REQUIREMENTS = ("requirements*.txt", "pyproject.toml", "setup.py")
+_REQUIREMENT = re.compile(r"\bverl(?:\[[\w,-]{0,100}\])?\s{0,9}==\s{0,9}([0-9]+[.][0-9]+[.0-9]*)")
+_FIRST_WITH_ENGINES = (0, 8)
+"""Before, ``verl.trainer.main_ppo`` trains with its workers from before the engines unless the job says else."""
+_FIRST_KNOWN = (0, 9)
+"""Whose configurations have the defaults of memlab's tables."""
 
 
 def version_around(path: Path) -> tuple[str, str] | None:
@@ -24,6 +32,51 @@ def version_around(path: Path) -> tuple[str, str] | None:
     None where the file lies in neither, where the checkout is of the weeks between two versions, and where the recipe
     asks for a commit. Nothing in it is executed.
     """
+    found = _by_its_engines(path)
+    release = release_around(path)
+    if found is not None or release is None:
+        return found
+    numbers, what = release
+    return (BEFORE, what) if numbers < _FIRST_KNOWN else (RELEASE, what) if numbers == (0, 9, 1) else None
+
+
+def release_around(path: Path) -> tuple[tuple[int, ...], str] | None:
+    """Returns the numbers of the release that the nearest checkout has or repository requires, and what says so."""
+    for folder in path.absolute().parents:
+        for file in (folder / name for name in _VERSION_FILES):
+            if (text := _text(file)) is not None and (numbers := _numbers(text)):
+                return numbers, f"{file} says verl {text.strip()[:20]}"
+        for file in _requirements(folder):
+            if (text := _text(file)) is not None and (match := _REQUIREMENT.search(text[:200_000])):
+                return _numbers(match[1]), f"{file} requires verl {match[1]}"
+    return None
+
+
+def has_earlier_configurations(path: Path) -> bool:
+    """Whether a file lies in a checkout whose own configurations have other defaults than memlab's tables."""
+    release = release_around(path)
+    return release is not None and release[0] < _FIRST_KNOWN
+
+
+def trains_without_engines(path: Path) -> str | None:
+    """Returns what says that the jobs of a file train with verl's workers from before the engines, None if nothing."""
+    release = release_around(path)
+    return release[1] if release is not None and release[0] < _FIRST_WITH_ENGINES else None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    match = re.match(r"\s*([0-9]+(?:[.][0-9]+)*)", text)
+    return () if match is None else tuple(map(int, match[1].split(".")[:3]))
+
+
+def _requirements(folder: Path) -> list[Path]:
+    try:
+        return [file for name in _REQUIREMENTS for file in sorted(folder.glob(name))[:20]]
+    except OSError:
+        return []
+
+
+def _by_its_engines(path: Path) -> tuple[str, str] | None:
     for folder in path.absolute().parents:
         if (required := _text(folder / _REQUIRED)) is not None:
             return _asked_for(required, folder / _REQUIRED)

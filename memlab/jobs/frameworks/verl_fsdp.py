@@ -60,12 +60,15 @@ from memlab.jobs.frameworks.verl import (
     compares,
     copies_of_bucket,
     note_critic,
+    note_lengths,
     note_program,
+    note_workers,
     refuse_without_training,
     rows_of_passes,
     skip_passes,
     take_allocator,
     take_gpus_of_the_engine,
+    take_rows_of_all_ranks,
     take_rows_of_budget,
 )
 from memlab.jobs.frameworks.verl_checkout import BEFORE, FP32_SINCE, RELEASE, version_around
@@ -230,6 +233,8 @@ def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_
     del values["nodes"]
     reading.known.add("config_name")
     note_program(reading)
+    note_workers(reading)
+    note_lengths(reading)
     take_gpus_of_the_engine(reading)
     note_critic(reading, f"critic.{name}")
     if values["is_colocated"]:
@@ -239,6 +244,7 @@ def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_
             f"{engine}.param_offload is off, so verl empties torch's cache at the weight sync only: each phase counts "
             "what it needs by itself, and torch may hold more that is left of the phases before"
         )
+    take_rows_of_all_ranks(reading)
     _take_phases(reading, per_node, has_reference_on_host=has_reference_on_host)
     _take_rows(reading)
 

@@ -63,13 +63,15 @@ class Answers:
     """Whether a regular expression is found in a text, for ``=~``."""
 
 
-def decide(operands: list[Operand], *, is_double: bool, answers: Answers) -> bool | None:
+def decide(operands: list[Operand], *, is_double: bool, answers: Answers, lacks_words: bool = False) -> bool | None:
     """Decides the words between ``[`` and ``]``, or between ``[[`` and ``]]``.
 
     Args:
         operands: The words.
         is_double: Whether the brackets are double.
         answers: What the condition asks of the script.
+        lacks_words: Whether a word is missing that a variable of what starts the script stands for. Without it, the
+            shell refuses the condition, as in ``[ $NODE_RANK == 0 ]``, so the script counts on it.
 
     Returns:
         None if only the job's machine can tell.
@@ -78,7 +80,7 @@ def decide(operands: list[Operand], *, is_double: bool, answers: Answers) -> boo
     try:
         return condition.whole()
     except _MalformedError:
-        return None if is_double or any(UNKNOWN in each.text for each in operands) else False
+        return None if is_double or lacks_words or any(UNKNOWN in each.text for each in operands) else False
 
 
 class _Condition:

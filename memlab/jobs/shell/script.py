@@ -892,15 +892,22 @@ class _Reader(Builtins):
     def _tested(self, words: list[Word]) -> bool | None:
         is_double = words[0].keyword == "[["
         inner = words[1:] if words[0].keyword == "test" else words[1:-1]
-        operands = []
+        operands, lacks_words = [], False
         for word in inner:
             if is_double:
                 text = self.one(word)
                 operands.append(Operand(text, self.pattern(word), is_quoted=word.keyword != text))
             else:
-                operands += [Operand(text) for text in self.words(word)]
+                texts = self.words(word)
+                lacks_words |= not texts and self._is_from_outside(word)
+                operands += [Operand(text) for text in texts]
         answers = Answers(self.number, self.is_set, self.matches, self._finds)
-        return decide(operands, is_double=is_double, answers=answers)
+        return decide(operands, is_double=is_double, lacks_words=lacks_words, answers=answers)
+
+    def _is_from_outside(self, word: Word) -> bool:
+        """Whether a word is a variable alone that the script gives no value, so that what starts it has to."""
+        name = _ONLY_A_VARIABLE.fullmatch(word.raw)
+        return name is not None and name[1] not in self.variables
 
     def matches(self, text: str, pattern: str, *, is_extended: bool = True) -> bool | None:
         """Says whether a text matches a pattern of the shell; None if memlab cannot tell."""

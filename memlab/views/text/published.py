@@ -26,8 +26,7 @@ than the request, and which block it gives depends on all that the process alloc
 makes 0 to 10 MiB, at the peak and between steps, and a prediction matches only a part of it. The jobs ran with other
 versions of Megatron, Transformer Engine and cuDNN than memlab's, named in `labs/results/published_jobs.json` with
 repository, path and commit.
-What is known of a difference is below the table. Another large one, in a row that names nothing as not modelled, is not
-explained yet.
+What is known of a difference is below the table. A large one that has no line there is not explained yet.
 """
 _OF_GPUS = """
 ## What GPUs showed

@@ -1,0 +1,204 @@
+"""Jobs in repositories of users: an earlier framework beside them, forks of it, and files that only their start names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from memlab.jobs.job import Job
+
+DECORATOR = '@hydra.main(config_path="config", config_name="ppo_trainer", version_base=None)\ndef main(config): ...\n'
+DEFAULTS = """\
+trainer: {nnodes: 1, n_gpus_per_node: 4}
+data: {max_prompt_length: 100, max_response_length: 28}
+actor_rollout_ref:
+  model: {path: Qwen/Qwen2.5-0.5B, use_remove_padding: true}
+  actor: {entropy_coeff: 0.001, ppo_mini_batch_size: 32, ppo_micro_batch_size_per_gpu: null, an_own_switch: false}
+  rollout: {n: 1}
+"""
+VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.tensor_model_parallel_size=1 {}\n"
+ROWS = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"
+LEGACY = "trainer.use_legacy_worker_impl"
+
+
+def _checkout(folder: Path, release: str) -> Path:
+    (folder / "verl" / "trainer" / "config").mkdir(parents=True)
+    (folder / "verl" / "version").mkdir()
+    (folder / "verl" / "version" / "version").write_text(f"{release}\n")
+    (folder / "verl" / "trainer" / "main_ppo.py").write_text(DECORATOR)
+    (folder / "verl" / "trainer" / "config" / "ppo_trainer.yaml").write_text(DEFAULTS)
+    (folder / "mine").mkdir()
+    return folder / "mine"
+
+
+def _read(file: Path, text: str, version: str | None = None) -> Job:
+    file.write_text(text)
+    return Job.read(file, version=version)
+
+
+def _named(job: Job) -> set[str]:
+    return {one.key for one in job.not_modelled}
+
+
+@pytest.mark.parametrize(("release", "is_earlier"), [("0.5.0.dev", True), ("0.10.0.dev", False)])
+def test_the_configuration_of_an_earlier_verl_that_a_job_lies_beside_has_the_defaults(
+    release: str, is_earlier: bool, tmp_path: Path
+) -> None:
+    job = _read(_checkout(tmp_path, release) / "run.sh", VERL.format(ROWS))
+    values = {one.key: one.value for one in job.taken}
+    assert values["trainer.n_gpus_per_node"] == (4 if is_earlier else 8)
+    assert ("actor_rollout_ref.actor.entropy_coeff" in _named(job)) is is_earlier
+    assert (LEGACY in _named(job)) is is_earlier
+    assert any(f"says verl {release}" in one for one in job.warnings) is is_earlier
+    # What is the checkout's own and memlab does not know is counted, and is not the job's.
+    assert not any(key.endswith("an_own_switch") for key in _named(job))
+    assert any("1 keys of the framework's own configuration" in one for one in job.warnings) is is_earlier
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "is_legacy"),
+    [
+        ("requirements-verl.txt", "torch\nverl==0.7.1\n", True),
+        ("pyproject.toml", '[project]\ndependencies = ["verl[vllm]==0.8.0"]\n', False),
+        ("setup.py", 'setup(install_requires=["verl == 0.3.0.post1"])\n', True),
+        ("requirements.txt", "notverl==0.1\nverl>=0.4\n", None),
+    ],
+)
+def test_the_release_that_a_repository_requires_decides(
+    file: str, text: str, is_legacy: bool | None, tmp_path: Path
+) -> None:
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / file).write_text(text)
+    job = _read(tmp_path / "scripts" / "run.sh", VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"))
+    assert (LEGACY in _named(job)) is bool(is_legacy)
+    assert any("requires verl" in one for one in job.warnings) is (is_legacy is not None)
+    assert any("use_no_sync" in key for key in _named(job)) is (is_legacy is None)
+
+
+@pytest.mark.parametrize(("release", "rows", "steps"), [("0.2.0.dev", 4, 2), ("0.10.0.dev", 1, 4)])
+def test_rows_of_all_ranks_are_divided_by_the_ranks_as_the_earlier_workers_do(
+    release: str, rows: int, steps: int, tmp_path: Path
+) -> None:
+    keys = "actor_rollout_ref.actor.ppo_micro_batch_size=16 data.max_prompt_length=100 data.max_response_length=28"
+    model = "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B actor_rollout_ref.actor.ppo_mini_batch_size=32"
+    job = _read(_checkout(tmp_path, release) / "run.sh", VERL.format(f"{keys} {model}"))
+    scenario = job.required()[0]
+    assert scenario.seq_length == 128 * rows
+    assert scenario.num_microbatches == steps
+    assert ("actor_rollout_ref.actor.ppo_micro_batch_size" in _named(job)) is (rows == 1)
+
+
+@pytest.mark.parametrize(
+    ("default", "engine"),
+    [("ppo_trainer", "fsdp2"), ("ppo_megatron_trainer", "megatron"), ("one_step_off_ppo_megatron_trainer", "megatron")],
+)
+def test_the_name_of_verl_s_configuration_in_a_job_s_defaults_decides_the_engine(
+    default: str, engine: str, tmp_path: Path
+) -> None:
+    text = (
+        f"hydra: {{searchpath: ['pkg://verl.trainer.config']}}\ndefaults: [{default}, _self_]\n"
+        "actor_rollout_ref: {model: {path: Qwen/Qwen3-0.6B}, actor: {ppo_micro_batch_size_per_gpu: 1}}\n"
+    )
+    job = _read(tmp_path / "mine.yaml", text, "0.9.1")
+    assert job.required()[0].engine == engine
+    assert not any("are not beside" in one or "no key chooses an engine" in one for one in job.warnings[1:])
+
+
+@pytest.mark.parametrize("where", ["pkg://verl.trainer.config", "file://verl/trainer/config"])
+@pytest.mark.parametrize("start", ["$PROJECT_DIR", "$(pwd)"])
+def test_a_configuration_is_found_below_the_folder_where_the_job_is_started(
+    where: str, start: str, tmp_path: Path
+) -> None:
+    folder = _checkout(tmp_path, "0.5.0")
+    (folder / "config").mkdir()
+    own = f"hydra: {{searchpath: ['{where}']}}\ndefaults: [ppo_trainer, _self_]\ndata: {{max_response_length: 156}}\n"
+    (folder / "config" / "small.yaml").write_text(own)
+    command = f'--config-path="{start}/mine/config" --config-name=small {ROWS}'
+    job = _read(folder / "run.sh", VERL.format(command))
+    values = {one.key: one.value for one in job.taken}
+    assert (values["data.max_response_length"], values["trainer.n_gpus_per_node"]) == (156, 4)
+    assert not any("not beside" in one for one in job.warnings)
+
+
+@pytest.mark.parametrize(("program", "is_own"), [("main_ppo", True), ("main_video_ppo", False)])
+def test_a_program_that_a_fork_adds_to_verl_is_not_verl_s_own(program: str, is_own: bool, tmp_path: Path) -> None:
+    text = VERL.replace("main_ppo", program).format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B")
+    job = _read(tmp_path / "run.sh", text)
+    assert any("is no program of verl's own" in one for one in job.warnings) is not is_own
+
+
+def test_lengths_that_a_configuration_leaves_open_are_asked_for(tmp_path: Path) -> None:
+    text = VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B data.max_response_length=null")
+    job = _read(tmp_path / "run.sh", text)
+    assert [one for one in job.warnings if "data.max_response_length is null" in one and "--set" in one]
+    assert "how long sequences are" in job.guesses
+
+
+NEMO = """\
+policy:
+  model_name: Qwen/Qwen3-0.6B
+  max_total_sequence_length: 256
+  train_global_batch_size: 8
+  train_micro_batch_size: 1
+  {}
+  generation: {{colocated: {{enabled: true}}}}
+grpo: {{num_prompts_per_step: 8, num_generations_per_prompt: 1}}
+cluster: {{gpus_per_node: 2, num_nodes: 1}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("engines", "title", "question"),
+    [
+        ("dtensor_cfg: {enabled: false}", "nemo-rl", "asks for one that is true"),
+        (
+            "dtensor_cfg: {enabled: false}\n  dtensor_v2_cfg: {enabled: true, expert_parallel_size: 8}",
+            "nemo-rl",
+            "policy.dtensor_v2_cfg.enabled is true, a key that NVIDIA's NeMo-RL does not have",
+        ),
+        ("dtensor_cfg: {enabled: false}\n  megatron_cfg: {enabled: true}", "nemo-rl", None),
+    ],
+)
+def test_no_engine_is_taken_where_nemo_rl_has_none(
+    engines: str, title: str, question: str | None, tmp_path: Path
+) -> None:
+    """``Policy`` of NVIDIA's NeMo-RL (7ea279ab) raises without one; forks have others."""
+    job = _read(tmp_path / "grpo.yaml", NEMO.format(engines))
+    assert job.framework.startswith(title)
+    assert (job.scenario is None) is (question is not None)
+    assert question is None or question in str(job.not_supported)
+
+
+def test_megatron_lm_reads_the_file_of_yaml_cfg_in_place_of_all_flags(tmp_path: Path) -> None:
+    """``parse_args`` of Megatron-LM (core 0.16.1, d98e8a64) returns the file's arguments."""
+    (tmp_path / "gpt.yaml").write_text(
+        "language_model: {num_layers: 4, hidden_size: 512, num_attention_heads: 8, ffn_hidden_size: null, "
+        "add_bias_linear: false, normalization: RMSNorm}\n"
+        "model_parallel: {tensor_model_parallel_size: 2, bf16: true}\n"
+        "encoder_num_layers: null\nswiglu: true\nseq_length: 128\nmicro_batch_size: 2\nglobal_batch_size: 8\n"
+        "position_embedding_type: rope\nuntie_embeddings_and_output_weights: true\nvocab_size: 1000\n"
+        "hidden_dropout: 0.0\nattention_dropout: 0.0\n"
+    )
+    text = (
+        "torchrun --nproc_per_node 4 pretrain_gpt.py --yaml-cfg config/gpt.yaml --micro-batch-size 16 --data-path x\n"
+    )
+    job = _read(tmp_path / "run.sh", text.replace("config/", ""))
+    scenario = job.required()[0]
+    assert (scenario.num_layers, scenario.layout.tensor_model_parallel_size) == (4, 2)
+    assert (scenario.micro_batch_size, scenario.num_microbatches) == (2, 2)
+    assert any("so these change nothing: --micro-batch-size, --data-path" in one for one in job.warnings)
+    lost = _read(tmp_path / "lost.sh", text)
+    assert any("config/gpt.yaml" in one and "is not beside the script" in one for one in lost.warnings)
+
+
+@pytest.mark.parametrize("test", ["[ $NODE_RANK == 0 ]", "test $NODE_RANK -eq 0"])
+@pytest.mark.parametrize("given", ["", "NODE_RANK=0\n"])
+def test_a_condition_on_a_variable_of_the_cluster_hides_no_job(test: str, given: str, tmp_path: Path) -> None:
+    """Without the variable, the shell refuses the condition: the script counts on what starts it."""
+    command = VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B")
+    job = _read(tmp_path / "run.sh", f"{given}if {test}; then\n{command}else\nsleep 10\nfi\n")
+    assert job.required()[0].num_microbatches > 1
+    assert any("memlab cannot decide whether the script runs this command" in one for one in job.warnings) is (
+        not given
+    )
