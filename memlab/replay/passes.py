@@ -20,8 +20,6 @@ from memlab.replay.plan import Plan
 
 NO_UNIT = -1
 """The kind of what is before the first unit, or behind the last one."""
-OTHER_CHECKPOINT = -2
-"""The kind of what is before the first layer of an opened checkpoint, or behind the last one, if it is a checkpoint."""
 
 
 class NotReplayableError(RuntimeError):
@@ -149,7 +147,7 @@ class Unit:
     @property
     def is_first(self) -> bool:
         """Whether no other unit is before it in its chunk of the model, or in its checkpoint."""
-        return self.before < 0
+        return self.before == NO_UNIT
 
 
 @dataclass(slots=True, eq=False)

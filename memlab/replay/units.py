@@ -19,7 +19,7 @@ from memlab.config.settings import MemorySettings
 from memlab.engines.megatron.build import LiveModel
 from memlab.meter.allocations import StorageAllocation
 from memlab.meter.labels import Labels
-from memlab.replay.passes import NO_UNIT, OTHER_CHECKPOINT, Unit
+from memlab.replay.passes import NO_UNIT, Unit
 
 MOST_UNOPENED = 2
 """The most layers that a checkpoint may have to be one unit. In a larger checkpoint, each layer is a unit, of which
@@ -91,7 +91,7 @@ class Units:
             live: The model, with these settings.
             opens: Whether checkpoints of many layers are opened.
         """
-        config, first, keeps_graph = live.config, 0, live.scenario.architecture.keeps_graph
+        config, first = live.config, 0
         is_full = config.recompute_granularity == "full"
         is_uniform = is_full and config.recompute_method == "uniform"
         former, self._units = self._units, {}
@@ -107,33 +107,20 @@ class Units:
                 unit.ends_chunk = unit.layers[-1] == end - 1
                 units.append(unit)
                 if opens and unit.is_checkpoint and len(unit.layers) > MOST_UNOPENED:
-                    self._open(unit, chunk, former, at == first, keeps_graph=keeps_graph)
+                    self._open(unit, chunk, former)
             self._place(units, chunk)
             first = end
         self.num_recomputed = sum(len(unit.layers) for unit in self if unit.is_checkpoint)
 
-    def _open(
-        self, checkpoint: Unit, chunk: int, former: dict[tuple[int, ...], Unit], is_first: bool, *, keeps_graph: bool
-    ) -> None:
-        """Makes the layers of a checkpoint units of their own: those of one show what those of the next one do.
-
-        Args:
-            checkpoint: The checkpoint.
-            chunk: The chunk of the model that it is in.
-            former: The units of the last step.
-            is_first: Whether no checkpoint of the chunk is before it.
-            keeps_graph: Whether its layers keep the graph of its recompute. Then the gradient that its first layer
-                returns is kept too, and the last layer of the checkpoint before it does not free that.
-        """
+    def _open(self, checkpoint: Unit, chunk: int, former: dict[tuple[int, ...], Unit]) -> None:
+        """Makes the layers of a checkpoint units of their own: those of one show what those of the next one do."""
         units = [self._unit((layer,), former) for layer in checkpoint.layers]
         for unit in units:
             unit.is_checkpoint, unit.is_in_checkpoint, unit.ends_chunk = False, True, False
             unit.ends_checkpoint, unit.opening = unit is units[-1], units[0]
-        before = OTHER_CHECKPOINT if keeps_graph and not is_first else NO_UNIT
-        after = OTHER_CHECKPOINT if keeps_graph and not checkpoint.ends_chunk else NO_UNIT
-        self._place(units, chunk, before, after)
+        self._place(units, chunk)
 
-    def _place(self, units: list[Unit], chunk: int, before: int = NO_UNIT, after: int = NO_UNIT) -> None:
+    def _place(self, units: list[Unit], chunk: int) -> None:
         """Says of units in a row what decides about their passes."""
         for unit in units:
             of_layers = (self.kinds_of_layers[layer] for layer in unit.layers)
@@ -144,7 +131,7 @@ class Units:
             structure = "structure", *kind[:4], seen.recompute_granularity, seen.recompute_modules, *kind[5:]
             unit.structure = self._kinds.setdefault(structure, len(self._kinds))
             unit.row_length = 0
-        kinds = [before, *(unit.kind for unit in units), after]
+        kinds = [NO_UNIT, *(unit.kind for unit in units), NO_UNIT]
         num_equal = Counter[tuple[int, int, int]]()
         for place, unit in enumerate(units):
             unit.before, unit.after = kinds[place], kinds[place + 2]

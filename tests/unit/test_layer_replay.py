@@ -435,6 +435,16 @@ def test_the_layers_of_large_checkpoints_are_replayed_where_dispatchers_keep_the
         require_identical(one, other)
 
 
+def test_checkpoints_of_another_size_have_the_passes_that_are_known() -> None:
+    with Lab("qwen3-moe-tiny", num_layers=12, seq_length=64, backend="simulated") as lab:
+        for size in (4, 3):
+            assert lab.start_over()
+            lab.step(replace(_FULL, recompute_num_layers=size), warm_up=False)
+            lab.step(warm_up=False)
+        model: Any = inside(lab).model
+        assert model.replay.num_replayed == 2 * 12, "in a forward pass, and in a recompute"
+
+
 @pytest.mark.parametrize("pattern", [(0, 0, 0, 1), rarely((1, 0))])
 def test_dense_and_moe_layers_that_follow_a_pattern_are_replayed(pattern: tuple[int, ...]) -> None:
     """Of each kind between the same neighbours, four are stepped: in forward the first two, in backward the last."""
