@@ -109,7 +109,7 @@ class MemorySettings:
         False,
         "keep what attention and every second product of matrices return, and recompute the rest of a layer",
         **_OF_FSDP2,
-        label="keep attention and every second product",
+        label="keep every second product",
     )
     """``activation_checkpointing: selective`` of NeMo Automodel, and torchtitan's ``SelectiveAC``."""
     checkpoint_every: int | None = option(

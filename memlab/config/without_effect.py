@@ -189,7 +189,7 @@ def _on_adapters(job: Scenario) -> dict[str, str]:
             if not any(replace(lora, target_modules=(target,)).adapts_module(one.name) for one in linears_of_model)
         ]
         if unused:
-            reasons["lora_target_modules"] = f"{', '.join(unused)} names no linear of transformers' model"
+            reasons["lora_target_modules"] = f"no linear of transformers' model is named {' or '.join(unused)}"
         if lora.exclude_modules and all(map(lora.adapts_module, (one.name for one in linears_of_model))):
             reasons["lora_exclude_modules"] = "no linear of transformers' model has such a name"
         return reasons

@@ -412,19 +412,23 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
     """Reads the job of the one other script that a script without a job of its own starts.
 
     Its name is looked for beside the script and in the folders above, as that of a script that runs from the top of a
-    checkout.
+    checkout; of an absolute name its last parts, as of a checkout that lies elsewhere.
     """
-    if framework_of_commands([[word for word, _ in command.words] for command in script.commands]) is not None:
+    started = [(command, given) for command in script.commands if (given := _script_and_words(command))]
+    others = [command for command in script.commands if _script_and_words(command) is None]
+    if framework_of_commands([[word for word, _ in command.words] for command in others]) is not None:
         return None
     found: list[tuple[Path, Command, list[str]]] = []
-    for command in script.commands:
-        name, *given = [word for word, _ in command.words if not isinstance(word, OwnArguments)] or [""]
-        if name.rpartition("/")[2] in ("bash", "sh") and given:
-            name, *given = given
-        folders = (path.parent, *path.absolute().parents) if name.endswith(".sh") and UNKNOWN not in name else ()
-        file = next((up / name for up in folders if _is_file(up / name)), path)
-        if file.resolve() != path.resolve():
+    for command, (name, *given) in started:
+        file = _script_near(name, path)
+        if file is not None and file.resolve() != path.resolve():
             found.append((file, command, given))
+        elif file is None and is_job(given):
+            script.causes.insert(
+                0,
+                f"line {command.line}: the script starts {shortened(name)}, which is not near, so memlab reads only "
+                "what this line gives to it: put that script beside this one, or give its keys with --set",
+            )
     if len(found) != 1:
         return None
     file, command, given = found[0]
@@ -432,6 +436,24 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
     entries.warnings.append(f"line {command.line}: the script starts {file.name}, and memlab reads the job of that one")
     _without_own_arguments(command, entries.warnings)
     return name, entries
+
+
+def _script_and_words(command: Command) -> list[str] | None:
+    """Returns the script that a command starts, and the words that it gives to it; None if it starts none."""
+    name, *given = [word for word, _ in command.words if not isinstance(word, OwnArguments)] or [""]
+    if name.rpartition("/")[2] in ("bash", "sh") and given:
+        name, *given = given
+    return [name, *given] if name.endswith(".sh") else None
+
+
+def _script_near(name: str, path: Path) -> Path | None:
+    """Returns the script of a name, if it lies beside another one or below a folder above that."""
+    folders = (path.parent, *path.absolute().parents)
+    parts = name.rpartition(UNKNOWN)[2].strip("/").split("/")
+    names = [name] if UNKNOWN not in name else []
+    if name.startswith("/") or UNKNOWN in name:
+        names += ["/".join(parts[first:]) for first in range(len(parts) - 1)]
+    return next((up / one for one in names for up in folders if _is_file(up / one)), None)
 
 
 def _without_own_arguments(command: Command, warnings: list[str]) -> list[tuple[str, int]]:

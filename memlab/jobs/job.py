@@ -310,6 +310,8 @@ def _built(
                 f"memlab does not know what {reading.unread} sets, and with defaults in its place the framework "
                 f"refuses the job: give these values with --set ({error})"
             )
+        elif reading.other_program:
+            not_supported = f"{framework.title} refuses the job, and {reading.other_program} may not: {error}"
         else:
             cannot_start, refused_fields = str(error), error.fields
     except ValueError as error:

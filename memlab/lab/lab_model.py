@@ -114,7 +114,7 @@ class LabModel:
     def make_transfers(self) -> None:
         """Drops earlier host copies: the model, or its optimizer, is another one; it cannot start over."""
         self._as_built = None
-        self.transfers = Transfers(self.engine, self.meter)
+        self.transfers = Transfers(self.engine, self.meter, in_segments=self.backend.kind.has_allocator)
         self.transfers.residency.pinned = self._pinned_host_memory
 
     @property

@@ -19,10 +19,17 @@ from memlab.record.transfer import GROUPS, Action, Transfer
 
 
 class Transfers:
-    """Transfers the groups of one live model, and records where each was requested to be."""
+    """Transfers the groups of one live model, and records where each was requested to be.
 
-    def __init__(self, engine: Engine, meter: Meter) -> None:
+    Args:
+        engine: Of the model.
+        meter: Of the model's backend.
+        in_segments: See `Residency.in_segments`.
+    """
+
+    def __init__(self, engine: Engine, meter: Meter, *, in_segments: bool) -> None:
         self.residency = Residency(engine.groups())
+        self.residency.in_segments = in_segments
         self.has_fault = False
         """Whether `set_fault` has put a fault on, or transfers have code of the reader's own."""
         self._engine, self._meter = engine, meter
@@ -130,9 +137,10 @@ class Transfers:
         has_own_code = isinstance(self.residency, OwnGradientMoves)
         self.load([group for group in GROUPS if group != "gradients" or not has_own_code])
         self._engine.repair()
-        pinned = self.residency.pinned
+        former = self.residency
         self.residency = Residency(self._engine.groups()) if residency is None else residency()
-        self.has_fault, self.residency.pinned = residency is not None, pinned
+        self.residency.pinned, self.residency.in_segments = former.pinned, former.in_segments
+        self.has_fault = residency is not None
         self._requested, self._host_bytes = RequestedPlacement(), (0, 0)
 
     def _timed(self, transfer: Callable[[], dict[str, int]]) -> tuple[dict[str, int], float]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from memlab.analysis.diagnosis import Finding
 from memlab.atomic_files import written_aside
+from memlab.config.backend_kind import KINDS
 from memlab.fitting.does_it_fit import Fit
 from memlab.fitting.outside_torch import outside_torch_of
 from memlab.record.device_bytes import DeviceBytes
@@ -79,12 +80,13 @@ class View:
         return View(None, self.table, self.html)
 
     def save(self, path: Path | str) -> Path:
-        """Saves figure and table as one HTML file that needs no network."""
+        """Saves figure and table as one HTML file that needs no network, light or dark as its reader's system is."""
         path = Path(path)
         table = self.html or f"<pre>{html.escape(self.table, quote=False)}</pre>"
         page = "<html><head><meta charset='utf-8'></head><body></body></html>"
         if self.figure is not None:
             page = self.figure.to_html(include_plotlyjs=True, full_html=True)
+        page = page.replace("<head>", "<head><meta name='color-scheme' content='light dark'>", 1)
         head, body, tail = page.rpartition("</body>")
         with written_aside(path) as aside:
             aside.write_text(f"{head}{table}{body}{tail}", encoding="utf-8")
@@ -114,7 +116,7 @@ class View:
         }
 
 
-def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: bool = False) -> View:
+def show(*things: Any, pool: str = "device", axis: Axis | None = None, above_start: bool = False) -> View:
     """Shows a step as a figure, and anything else that a lab returns as a table.
 
     Args:
@@ -126,7 +128,8 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
             returned; a dict of names to bytes (int) or words.
         pool: The pool that a step's figure and table show: ``"device"``, ``"host"`` or ``"on_chip"``. The device's
             table also has the host's peak. The table of a job's ranks is always the device's.
-        axis: The axis of a step's figure: ``"time"`` in milliseconds, or ``"event"``.
+        axis: The axis of a step's figure: ``"time"`` in milliseconds, or ``"event"``. None is ``"event"`` for a
+            predicted step, whose times are those of the prediction, and ``"time"`` for all else.
         above_start: Starts the figure's bytes axis at what the pool held throughout the step, as in
             `memlab.views.figures.timeline.timeline_figure`: a closer look at the activations. False starts it at 0.
 
@@ -134,6 +137,8 @@ def show(*things: Any, pool: str = "device", axis: Axis = "time", above_start: b
         ValueError: If there is nothing to show or no way to show it, the record has no timeline, or pool or axis is
             none of the choices.
     """
+    is_predicted = any(isinstance(each, StepRecord) and KINDS[each.backend].is_prediction for each in things)
+    axis = axis or ("event" if is_predicted else "time")
     if len(things) == 1 and isinstance(things[0], JobRecord):
         from memlab.views.figures.ranks import ranks_figure
 

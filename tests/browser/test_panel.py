@@ -95,6 +95,19 @@ def test_a_moment_shows_what_is_allocated(panel: PanelPage) -> None:
     assert len(panel.chart()["traces"]) == traces, "one figure is reused"
 
 
+def test_long_settings_leave_every_figure_of_the_table_in_sight(panel: PanelPage) -> None:
+    panel.run()
+    panel.choose("recompute-granularity", "full")
+    panel.choose("offload-optimizer", "host")
+    panel.press("state-toggle")
+    panel.tick("state-expandable-segments")
+    panel.write("state-garbage-collection-threshold", 0.5)
+    panel.write("state-max-split-size-mb", 64)
+    panel.run()
+    sizes = "box => [box.scrollWidth - box.clientWidth, box.querySelectorAll('th').length]"
+    assert panel.part("runs").evaluate(sizes) == [0, 7]
+
+
 @pytest.mark.parametrize("axis", ["time", "event"])
 def test_a_click_on_the_chart_looks_at_that_moment(panel: PanelPage, axis: str) -> None:
     panel.run()

@@ -53,6 +53,12 @@ def model_of(scenario: Scenario, attention: str) -> Any:
     return build_model(scenario, torch.float32, attention=attention)
 
 
+def test_a_tower_that_is_not_there_is_not_frozen() -> None:
+    state = TrainingState(freeze_vision_tower=True)
+    scenario = Scenario.of("phi-4-tiny", num_layers=1, seq_length=TOKENS, engine="fsdp2", state=state)
+    assert all(weight.requires_grad for weight in model_of(scenario, "sdpa").parameters())
+
+
 def step_of(scenario: Scenario, attention: str, *, own: bool) -> tuple[int, dict[str, torch.Tensor]]:
     """Returns bytes that are saved for backward, without parameters, and gradients, of memlab's pass or transformers'."""
     from memlab.engines.fsdp2.vision import ImagesPlaced, inputs_with_images

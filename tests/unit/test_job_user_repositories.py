@@ -202,3 +202,60 @@ def test_a_condition_on_a_variable_of_the_cluster_hides_no_job(test: str, given:
     assert any("memlab cannot decide whether the script runs this command" in one for one in job.warnings) is (
         not given
     )
+
+
+@pytest.mark.parametrize("folder", ["/workspace/mine", "${PROJECT_ROOT:-/workspace/mine}", "$HOME/mine"])
+def test_a_script_that_another_one_starts_by_the_path_of_another_machine_is_read(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    model = "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B data.max_prompt_length=${LONGEST:-4} actor_rollout_ref"
+    (tmp_path / "scripts" / "base.sh").write_text(VERL.format(f'{ROWS} {model}.rollout.n=2 "$@"'))
+    start = f'LONGEST=100 bash "{folder}/scripts/base.sh" data.max_response_length=28\n'
+    job = _read(tmp_path / "scripts" / "run.sh", start)
+    scenario = job.required()[0]
+    assert scenario.seq_length == 2 * 128
+    assert any("the script starts base.sh, and memlab reads the job of that one" in one for one in job.warnings)
+
+
+def test_what_a_line_gives_to_a_script_that_is_not_there_is_no_whole_job(tmp_path: Path) -> None:
+    job = _read(tmp_path / "run.sh", f"bash /workspace/lost.sh actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B {ROWS}\n")
+    assert "the script starts '/workspace/lost.sh', which is not near" in job.causes[0]
+
+
+@pytest.mark.parametrize(("program", "is_own"), [("pretrain_gpt.py", True), ("pretrain_mine.py", False)])
+def test_a_rule_of_the_framework_is_no_definite_refusal_of_another_program(
+    program: str, is_own: bool, tmp_path: Path
+) -> None:
+    flags = (
+        "--num-layers 4 --hidden-size 512 --num-attention-heads 8 --vocab-size 1000 --seq-length 128 --swiglu "
+        "--max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 8 --normalization RMSNorm --bf16 "
+        "--position-embedding-type rope --disable-bias-linear --untie-embeddings-and-output-weights "
+        "--expert-model-parallel-size 4 --num-experts 0"
+    ).replace(" --num-experts 0", "")
+    job = _read(tmp_path / "run.sh", f"torchrun --nproc_per_node 8 {program} {flags}\n")
+    assert (job.cannot_start is not None) is is_own
+    assert is_own or "pretrain_mine.py, a program of the job's own, may not" in str(job.not_supported)
+
+
+@pytest.mark.parametrize(
+    ("program", "is_own"),
+    [("skyrl_train.entrypoints.main_base", True), ("skyrl.train.entrypoints.main_base", True), ("best.main", False)],
+)
+def test_a_program_that_is_not_skyrl_s_own_is_told(program: str, is_own: bool, tmp_path: Path) -> None:
+    keys = "trainer.policy.model.path=Qwen/Qwen3-0.6B trainer.strategy=fsdp2 trainer.micro_train_batch_size_per_gpu=1"
+    job = _read(tmp_path / "run.sh", f"python -m {program} {keys}\n")
+    assert any("is no program of SkyRL's own" in one for one in job.warnings) is not is_own
+
+
+def test_a_policy_without_a_gpu_is_asked_for(tmp_path: Path) -> None:
+    """NeMo-RL's configurations of users leave the cluster's size to what starts them."""
+    text = NEMO.format("megatron_cfg: {enabled: true}").replace("gpus_per_node: 2", "gpus_per_node: 1")
+    other = "{enabled: false, resources: {gpus_per_node: 1, num_nodes: 1}}"
+    job = _read(tmp_path / "grpo.yaml", text.replace("colocated: {enabled: true}", f"colocated: {other}"))
+    assert job.cannot_start is None
+    assert "--set cluster.num_nodes=2" in str(job.not_supported)
+
+
+def test_rows_of_all_ranks_count_prompts_in_the_first_verl(tmp_path: Path) -> None:
+    keys = "actor_rollout_ref.actor.ppo_micro_batch_size=16 actor_rollout_ref.rollout.n=2"
+    job = _read(_checkout(tmp_path, "0.1") / "run.sh", VERL.format(keys))
+    assert job.required()[0].seq_length == 128 * 16 // 4 * 2

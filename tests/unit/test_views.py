@@ -834,6 +834,12 @@ def test_a_page_that_cannot_be_written_whole_leaves_the_old_one(
     assert page.read_text() == "old"
 
 
+def test_a_saved_page_is_dark_where_its_reader_s_system_is(tmp_path: Path) -> None:
+    for name, view in (("table", View(None, "a table")), ("figure", show(PLAIN))):
+        head, _, _ = view.save(tmp_path / f"{name}.html").read_text().partition("</head>")
+        assert head.count("name='color-scheme' content='light dark'") == 1
+
+
 def test_a_view_does_not_change() -> None:
     view = show(PLAIN)
     with pytest.raises(FrozenInstanceError):
@@ -844,8 +850,16 @@ def test_show_passes_its_choices_on() -> None:
     record = record_of(random_timeline(400))
     view = show(record, pool="host", axis="event", above_start=True)
     assert view.figure == timeline_figure(record, "host", "event", above_start=True)
-    assert show(PLAIN).figure == timeline_figure(PLAIN, above_start=False), "a figure starts at zero"
+    measured = replace(PLAIN, backend="cpu")
+    assert show(measured).figure == timeline_figure(measured, above_start=False), "a figure starts at zero"
     assert compare(PLAIN, RECOMPUTED, axis="event").figure == compare_figure(PLAIN, RECOMPUTED, axis="event")
+
+
+def test_a_predicted_step_is_drawn_over_events() -> None:
+    """Its times are those of the prediction, where replayed layers take none."""
+    assert PLAIN.backend == "simulated"
+    assert show(PLAIN).figure == timeline_figure(PLAIN, axis="event", above_start=False)
+    assert show(PLAIN, axis="time").figure == timeline_figure(PLAIN, above_start=False)
 
 
 def test_display_imports_plotly_only_when_it_draws_and_torch_never() -> None:

@@ -141,6 +141,7 @@ def tick(what_if: WhatIf, **changes: Any) -> None:
 
 def test_on_a_simulated_lab_a_change_is_drawn_at_once_and_run_keeps_it(simulated: WhatIf) -> None:
     state, lab = simulated._state, simulated._state.lab
+    assert state.axis == "event", "the times of a prediction are not those of a step"
     state.run()
     tick(simulated, offload_optimizer=True)
     assert (state.shown, len(state.runs), len(lab.records)) == (state.tried, 1, 1)

@@ -153,6 +153,6 @@ def build_model(scenario: Scenario, dtype: torch.dtype, *, attention: str) -> An
             f"these sizes has {built:,}, so it is another model: choose a model as published, or engine 'megatron'"
         )
     attentions.note_sequences(model, attention)
-    if scenario.state.freeze_vision_tower:
+    if tower is not None and scenario.state.freeze_vision_tower:
         freeze(model)
     return model.train()

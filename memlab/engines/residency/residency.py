@@ -62,6 +62,8 @@ class Residency:
         self._groups = groups
         self.pinned = True
         """Whether host copies are page-locked; pageable ones are slower to copy."""
+        self.in_segments = True
+        """Whether the device has an allocator, which then reserves a segment for many tensors of a load."""
         self._host_buffers: dict[str, list[HostBuffer]] = {group: [] for group in GROUPS}
         self._away: dict[str, list[tuple[torch.Tensor, int]]] = {group: [] for group in GROUPS}
 
@@ -124,9 +126,10 @@ class Residency:
             while self._away[group]:
                 # Removed from the list once it is loaded: a load that runs out of memory can be continued.
                 tensor, num_bytes = self._away[group][-1]
-                if segment_bytes < num_bytes:
-                    segment_bytes = _make_segment(self._away[group])
-                segment_bytes -= rounded_bytes(num_bytes)
+                if self.in_segments:
+                    if segment_bytes < num_bytes:
+                        segment_bytes = _make_segment(self._away[group])
+                    segment_bytes -= rounded_bytes(num_bytes)
                 tensor.untyped_storage().resize_(num_bytes)
                 if group == "gradients":
                     tensor.zero_()
@@ -226,8 +229,7 @@ def _make_segment(away: list[tuple[torch.Tensor, int]]) -> int:
         segment_bytes += rounded_bytes(num_bytes)
         if segment_bytes >= _SEGMENT_BYTES:
             break
-    if away[-1][0].device.type != "cpu":
-        torch.empty(segment_bytes, dtype=torch.uint8, device=away[-1][0].device)
+    torch.empty(segment_bytes, dtype=torch.uint8, device=away[-1][0].device)
     return segment_bytes
 
 

@@ -96,6 +96,8 @@ class Reading:
     """Keys that memlab has understood."""
     unread: str = ""
     """What sets values of the job that memlab cannot read, such as a recipe; nothing where it reads them all."""
+    other_program: str = ""
+    """What the job starts in place of the framework's own program, in a phrase: it may have other rules."""
     guessed: list[str] = field(default_factory=list)
     """Keys that are known only when the job runs, for which memlab takes the defaults; no names, such as a path."""
 

@@ -412,6 +412,7 @@ def _ask_for_the_program(reading: Reading) -> None:
         causes.append(f"{program.place}: the job is {name}, which {what}")
         reading.questions.append(f"{predicted}, not of {name}: give a job that starts it, or its log")
     elif name != "pretrain_gpt.py" and not reading.get("perform_rl_step"):
+        reading.other_program = f"{name}, a program of the job's own,"
         notes = reading.warnings if "num_layers" in reading.entries.by_key else causes
         notes.append(
             f"the script starts {name}, a program that memlab does not know: memlab takes it for Megatron-LM's "
@@ -421,8 +422,8 @@ def _ask_for_the_program(reading: Reading) -> None:
         place = reading.entries.by_key["yaml_cfg"].place
         causes.append(f"{place}: Megatron-LM takes all arguments from yaml_cfg {shortened(file)}, and none from flags")
         reading.questions.append(
-            "memlab does not read the file of yaml_cfg: give the log of a run, or --set yaml_cfg=null to predict what "
-            "the flags say"
+            "memlab has not found the file of yaml_cfg: put it beside the script, give the log of a run, or --set "
+            "yaml_cfg=null to predict what the flags say"
         )
     if reading.get("perform_rl_step"):
         place = reading.entries.by_key["perform_rl_step"].place

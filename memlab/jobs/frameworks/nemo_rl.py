@@ -579,6 +579,12 @@ def complete_ranks(reading: Reading) -> int:
         nodes -= other_nodes
     elif not values["is_colocated"]:
         of_node -= other_ranks or 0
+    if nodes * of_node < 1:
+        reading.questions.append(
+            "the inference engine has all of cluster.num_nodes x cluster.gpus_per_node GPUs, and the policy none: give "
+            "what the job is started with, as in --set cluster.num_nodes=2"
+        )
+        nodes, of_node = 1, per_node
     values.setdefault("world_size", nodes * of_node)
     return int(per_node)
 

@@ -108,6 +108,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     refuse_program(reading, WITHOUT_TRAINING)
     complete_skyrl_adapters(reading, "trainer.policy.model.lora", _MEGATRON)
+    note_program(reading)
     note_reference(reading)
     strategy = values.pop("strategy")
     if strategy != "megatron":
@@ -244,6 +245,19 @@ def compares(reading: Reading) -> bool:
     algorithm = "trainer.algorithm"
     compares = [reading.get(f"{algorithm}.use_kl_loss", default=True), reading.get(f"{algorithm}.use_kl_in_reward")]
     return any(compares)
+
+
+def note_program(reading: Reading) -> None:
+    """Says that a program is not SkyRL's own: it may have another generator, and train on other sequences."""
+    program = reading.entries.program
+    name = "" if program is None else str(program.value).replace("/", ".")
+    if program is None or "skyrl_train" in name.split(".") or "skyrl" in name.split("."):
+        return
+    reading.other_program = f"{name}, a program of the job's own,"
+    reading.warnings.append(
+        f"{program.place}: {name} is no program of SkyRL's own: memlab looks only at its keys, and not at what else it "
+        "does, such as how many sequences it trains on"
+    )
 
 
 def note_reference(reading: Reading) -> None:

@@ -60,6 +60,7 @@ from memlab.jobs.frameworks.skyrl import (
     engine_of,
     freed_by_reference_model,
     longest_row,
+    note_program,
     note_reference,
     note_skipped_passes,
     note_steps,
@@ -159,6 +160,7 @@ def complete(reading: Reading) -> None:
     """Derives ranks, types, shards, what leaves the device, and rows."""
     values = reading.values
     refuse_program(reading, WITHOUT_TRAINING)
+    note_program(reading)
     note_reference(reading)
     del values["strategy"]
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])

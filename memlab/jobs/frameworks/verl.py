@@ -48,6 +48,7 @@ from memlab.jobs.frameworks.verl_checkout import (
     BEFORE,
     VERSIONS,
     has_earlier_configurations,
+    release_around,
     trains_without_engines,
     version_around,
 )
@@ -204,6 +205,7 @@ def note_program(reading: Reading) -> None:
     name = "verl." if program is None else str(program.value)
     if program is None or _is_own_program(name):
         return
+    reading.other_program = f"{name}, a program of the job's own,"
     configuration = reading.entries.by_key.get("config_name")
     reading.warnings.append(
         f"{program.place}: {name} is no program of verl's own, and may have a configuration of its own: memlab takes "
@@ -247,10 +249,11 @@ def take_rows_of_all_ranks(reading: Reading) -> None:
     """Takes micro-batches from the keys that count the sequences of all ranks, as verl's earlier workers do.
 
     See ``ActorRolloutRefWorker`` in verl/workers/fsdp_workers.py (0.1 to 0.7.1): each is divided by the ranks that
-    have different sequences. Later releases have no such division, and the key is named.
+    have different sequences, and the actor's counts prompts in 0.1. Later releases have no such division, and the key
+    is named.
     """
-    values = reading.values
-    if reading.version not in (None, BEFORE) or trains_without_engines(reading.path) is None:
+    values, release = reading.values, release_around(reading.path)
+    if reading.version not in (None, BEFORE) or release is None or trains_without_engines(reading.path) is None:
         return
     split = math.prod(
         values.get(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "pipeline_model", "context")
@@ -258,7 +261,9 @@ def take_rows_of_all_ranks(reading: Reading) -> None:
     for key, field in _ROWS_OF_ALL_RANKS:
         rows = reading.get(key)
         if is_number(rows) and rows > 0 and reading.get(f"{key}_per_gpu") is None:
-            reading.take(key, field, max(1, int(rows) // max(1, values["world_size"] // split)))
+            of_rank = max(1, int(rows) // max(1, values["world_size"] // split))
+            counts_prompts = field == "micro_batch_size" and release[0] < (0, 2)
+            reading.take(key, field, of_rank * (values["responses_per_prompt"] if counts_prompts else 1))
             reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
 
 

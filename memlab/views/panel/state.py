@@ -133,6 +133,8 @@ class LabState(traitlets.HasTraits):
         # Megatron's default leaves nearly all of a small model on the device: a ticked module would do nothing, and a
         # search would show what it saves.
         self._smallest_tensor = smallest_offloaded(lab.settings, lab.scenario)
+        if self._backend.is_prediction:  # its times are those of the prediction
+            self.axis = "event"
         self.form = SettingsForm.of(lab.settings, lab.scenario)
         if lab.settings.offload_modules is None:
             self.form = self.form.with_values(min_offloaded_tensor_size=self._smallest_tensor)
