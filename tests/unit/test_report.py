@@ -79,6 +79,11 @@ def page_of(folder: Path, summary: Summary, history: list[tuple[Path, Summary]] 
     return (folder / "index.html").read_text()
 
 
+def test_a_run_outside_git_has_no_commit(tmp_path: Path) -> None:
+    assert " · no commit · " in page_of(tmp_path, replace(RED, commit="nocommit"))
+    assert " · commit abc1234 · " in page_of(tmp_path, replace(RED, commit="abc1234"))
+
+
 def test_the_page_says_first_what_failed_and_why(tmp_path: Path) -> None:
     html = page_of(tmp_path, RED)
     page = Checker(html)

@@ -25,6 +25,9 @@ _ALIVE = ".alive"
 History = list[tuple[Path, Summary]]
 """The kept runs of one suite, the oldest first."""
 
+NO_COMMIT = "nocommit"
+"""Stands in a run's name for the commit where there is none."""
+
 
 def run_name(started: datetime, commit: str, backend: str) -> str:
     """Names a run ``<utc-date>_<commit>_<backend>``; the date has a time, so that names sort by age."""
@@ -34,18 +37,18 @@ def run_name(started: datetime, commit: str, backend: str) -> str:
 def current_commit(folder: Path) -> str:
     """Returns the commit that a folder of a repository is at, with ``-changed`` if tracked files differ from it.
 
-    Without a repository, or without git, it is ``nocommit``.
+    Without a repository, or without git, it is `NO_COMMIT`.
     """
     git = shutil.which("git")
     if git is None:
-        return "nocommit"
+        return NO_COMMIT
     commands = (["rev-parse", "--short", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
     commit, changes = (
         subprocess.run([git, "-C", str(folder), *command], capture_output=True, text=True, check=False)  # noqa: S603 - git
         for command in commands
     )
     if commit.returncode:
-        return "nocommit"
+        return NO_COMMIT
     return commit.stdout.strip() + ("-changed" if changes.stdout.strip() else "")
 
 
