@@ -481,8 +481,9 @@ def _check_prompts(reading: Reading) -> None:
     broken = f"{key} is {mini_batch}, more than the {prompts} prompts of data.train_batch_size"
     if reading.get(f"{_ACTOR}.use_dynamic_bsz"):
         reading.warnings.append(
-            f"{broken}, which verl does not check with dynamic batches: a step may have fewer micro-batches than "
-            "memlab says, of the same size"
+            f"{broken}, which verl does not check with dynamic batches: the first update stops there (make_iterator in "
+            "verl/utils/tensordict_utils.py) unless the program makes more sequences, and earlier workers take fewer "
+            "micro-batches than memlab says, of the same size"
         )
         return
     if program is None or str(program.value).startswith("verl."):
