@@ -130,6 +130,8 @@ class Job:
     loss_of_transformers: str = "cross_entropy"
     lora_rank: int | None = None
     """Of PEFT's adapters, beside all linears of the layers; they are written here as PEFT 0.21.2 computes them."""
+    lora_fused_experts: bool = False
+    """Whether PEFT itself adds them, to experts and routers too; needs the package peft."""
 
     @property
     def num_processes(self) -> int:
@@ -322,6 +324,7 @@ def _latest_jobs() -> list[Job]:
         replace(phi, num_layers=32, seq_length=2048, micro_batch_size=4, adam_implementation="fused"),
         *_masked_jobs(),
         *_jobs_of_partly_resharded_layers(),
+        *_jobs_with_adapted_experts(),
     ]
 
 
@@ -362,6 +365,18 @@ def _jobs_of_partly_resharded_layers() -> list[Job]:
         replace(qwen, num_microbatches=3, defer_fsdp_grad_sync=True, reshard_after_forward_ranks=2),
         replace(phi, seq_length=4096, reshard_after_forward="all", grad_reduce_in_bf16=True),
         replace(llama, model="qwen3-30b-a3b", num_layers=4, checkpointing=True, fsdp2_forward_prefetch_depth=1),
+    ]
+
+
+def _jobs_with_adapted_experts() -> list[Job]:
+    """Returns jobs whose experts have adapters of PEFT."""
+    adapted: dict[str, Any] = {"lora_rank": 8, "lora_fused_experts": True, "fp32_sharded_params": True}
+    qwen = Job(model="qwen3-30b-a3b", num_layers=4, seq_length=4096, num_ranks=8, one_process=True, **adapted)
+    return [
+        qwen,
+        replace(qwen, checkpointing=True),
+        replace(qwen, num_layers=2, seq_length=1024, lora_rank=64, num_microbatches=2),
+        replace(qwen, model="mixtral-8x7b", num_layers=2, seq_length=2048, checkpointing=True),
     ]
 
 
@@ -421,7 +436,7 @@ def model_of(job: Job, *, on_gpu: bool) -> Any:
             AttentionInterface.register(attention := "varlen_of_torch", varlen_of_torch)
         model = AutoModelForCausalLM.from_config(config, dtype=stored, attn_implementation=attention).train()
         if job.lora_rank is not None:
-            adapt(model, job.lora_rank)
+            adapt(model, job.lora_rank, by_peft=job.lora_fused_experts)
     for number, layer in enumerate(model.model.layers):
         is_one = (number + 1) % job.checkpoint_every == 0 if job.checkpoint_every else job.checkpointing
         layer.gradient_checkpointing = is_one
@@ -621,6 +636,8 @@ def scenario_of(job: Job, layout: Any = None) -> Any:
 
     names = [field.name for field in fields(job) if field.name in options_of(TrainingState)]
     options = {name: getattr(job, name) for name in names}
+    if job.lora_fused_experts:
+        options |= {"lora_target_modules": (), "lora_exclude_modules": ("lm_head",)}
     state = TrainingState.of_options({name: value for name, value in options.items() if value is not None})
     names = ["num_layers", "seq_length", "micro_batch_size", "packed_sequences", "num_microbatches"]
     sizes = {name: getattr(job, name) for name in names}

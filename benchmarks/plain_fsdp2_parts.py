@@ -155,9 +155,15 @@ def divide(model: Any, mesh: Any, *, sequences: bool) -> None:
     parallelize_module(model, mesh, plan)
 
 
-def adapt(model: Any, rank: int) -> None:
-    """Freezes a model, and puts adapters beside the linears of its layers."""
+def adapt(model: Any, rank: int, *, by_peft: bool) -> None:
+    """Freezes a model, and puts adapters beside the linears of its layers; PEFT, beside experts and routers too."""
     import torch
+
+    if by_peft:
+        from peft import LoraConfig, inject_adapter_in_model
+
+        inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"), model)
+        return
 
     class Adapted(torch.nn.Module):
         def __init__(self, base_layer: Any) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
 import pytest
+
+# Before torch is imported, and for what tests start: a thread that waits for the others of an operation computes in vain,
+# and several processes run tests at the same time. The tensors are too small to gain by a second thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import memlab.regression  # noqa: F401  # before any test imports nbformat, without the 2 s that its imports take
 
@@ -33,6 +38,19 @@ def _collections_pass_libraries_over() -> None:
     """A lab collects garbage after each change, and would look through all of torch and Megatron in every test."""
     gc.freeze()  # without a collection, which would visit all of it once more
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Collections pass over what a file's tests have imported too, such as transformers, once the file is left.
+
+    Not before: memlab looks for tensors among the objects that collections visit, also for those of a file's labs.
+    """
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 @pytest.fixture(scope="session", autouse=True)

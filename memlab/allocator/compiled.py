@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import numpy as np
@@ -33,6 +34,9 @@ class CompiledAllocator:
     def __init__(self, settings: AllocatorSettings, state: Tables, serve: Any) -> None:
         self.log: array[int] | None = None
         self.settings, self._code = settings, serve
+        self._is_serving = False
+        """Python may collect garbage in the middle of a method. What that frees waits in `_late` for its end."""
+        self._late: list[int] = []
         self._call_array = np.zeros(_END, dtype=np.int64)
         self._call, start = self._call_array.data, self._call_array.ctypes.data
         self._addresses = start + 8 * _ANSWER, start + 8 * _ERROR, start
@@ -71,6 +75,14 @@ class CompiledAllocator:
         return allocator
 
     def in_python(self) -> CachingAllocator:
+        with self._serving():
+            former = self._in_python()
+            for block in self._late:
+                former.free(block)
+            former.log = self.log
+            return former
+
+    def _in_python(self) -> CachingAllocator:
         former, (blocks, lists, pools, numbers) = CachingAllocator(self.settings), self._tables
         table, rows = BlockTable(), blocks[: numbers[tables.NUM_PLACES]]
         columns = rows.T.tolist()
@@ -78,7 +90,7 @@ class CompiledAllocator:
         table.is_free = (rows[:, tables.STATE] == tables.FREE).tolist()
         table.unused = lists[tables.UNUSED, : numbers[tables.NUM_UNUSED]].tolist()
         table.reserved_bytes, former.is_capturing = self.reserved_bytes, bool(numbers[tables.CAPTURES])
-        former.blocks, former.pools, former.log = table, {}, self.log
+        former.blocks, former.pools = table, {}
         for number, (reserved_bytes, lowest, num_searches, exists) in enumerate(pools.tolist()):
             if exists:
                 pool = former.add_pool(number)
@@ -103,6 +115,7 @@ class CompiledAllocator:
         return self.in_python().largest_free_bytes(requested_bytes, stream)
 
     def allocate(self, requested_bytes: int, stream: int = 0) -> int:
+        self._is_serving = True
         if stream >= self._num_streams:
             self._add_pools(stream)
         call = self._call
@@ -111,23 +124,50 @@ class CompiledAllocator:
         block = call[_BLOCK]
         if self.log is not None:
             self.log.extend((block, requested_bytes, stream))
+        self._is_serving = False
+        if self._late:
+            self._free_late()
         return block
 
     def free(self, block: int) -> None:
+        if self._is_serving:
+            self._late.append(block)
+            return
+        self._is_serving = True
         call = self._call
         call[_REQUESTED], call[_BLOCK] = 0, block
         self._serve(1)
         if self.log is not None:
             self.log.extend((block, 0, 0))
+        self._is_serving = False
+        if self._late:
+            self._free_late()
+
+    def _free_late(self) -> None:
+        late, self._late = self._late, []
+        for block in late:
+            self.free(block)
+
+    @contextmanager
+    def _serving(self) -> Iterator[None]:
+        """Defers what is freed in the block to its end; `allocate` and `free` do so without the time of a context."""
+        self._is_serving = True
+        try:
+            yield
+        finally:
+            self._is_serving = False
+            self._free_late()
 
     def empty_cache(self) -> None:
-        self._ask(EMPTY_CACHE, 0, 0, NO_LIMIT, NO_LIMIT)
-        if self.log is not None:
-            self.log.extend((EMPTY_CACHE, 0, 0))
+        with self._serving():
+            self._ask(EMPTY_CACHE, 0, 0, NO_LIMIT, NO_LIMIT)
+            if self.log is not None:
+                self.log.extend((EMPTY_CACHE, 0, 0))
 
     def makes_space(self, requested_bytes: int, limit_bytes: int, stream: int = 0) -> bool:
-        self._add_pools(stream)
-        return self._ask(MAKE_SPACE, requested_bytes, stream, *self._limits(limit_bytes))
+        with self._serving():
+            self._add_pools(stream)
+            return self._ask(MAKE_SPACE, requested_bytes, stream, *self._limits(limit_bytes))
 
     def _ask(self, slot: int, requested_bytes: int, stream: int, limit_bytes: int, garbage_bytes: int) -> bool:
         """Serves an operation about no slot; returns whether it was served."""
@@ -140,19 +180,20 @@ class CompiledAllocator:
             call[_SLOT], call[tables.LIMIT], call[tables.GARBAGE] = 0, NO_LIMIT, NO_LIMIT
 
     def run(self, operations: Operations, blocks: list[int], limit_bytes: int | None = None) -> Served:
-        self._add_pools(operations.last_stream)
         table, slots, count = np.ascontiguousarray(operations.table), np.array(blocks, dtype=np.int64), len(operations)
         before, results = self.reserved_bytes, np.empty((count, 3), dtype=np.int64)
         addresses, limits = (slots.ctypes.data, results.ctypes.data), self._limits(limit_bytes)
-        self._call_array[tables.OPERATIONS : tables.ENDED] = table.ctypes.data, 0, count, *addresses, *limits
-        try:
-            number = self._serve(count)
-        finally:
-            self._call_array[tables.OPERATIONS : tables.ENDED] = self._of_one
+        with self._serving():
+            self._add_pools(operations.last_stream)
+            self._call_array[tables.OPERATIONS : tables.ENDED] = table.ctypes.data, 0, count, *addresses, *limits
+            try:
+                number = self._serve(count)
+            finally:
+                self._call_array[tables.OPERATIONS : tables.ENDED] = self._of_one
+            num_bytes, reserved, used = results[:number].T
+            if self.log is not None:
+                self.log.frombytes(np.stack([used, *table[:number, 1:].T], axis=1).tobytes())
         blocks[:] = slots.tolist()
-        num_bytes, reserved, used = results[:number].T
-        if self.log is not None:
-            self.log.frombytes(np.stack([used, *table[:number, 1:].T], axis=1).tobytes())
         if (reserved == before).all():  # most tables need nothing of the device
             return Served(num_bytes.copy(), [])
         changes = np.diff(reserved, prepend=before)
@@ -180,20 +221,22 @@ class CompiledAllocator:
         return limit_bytes, NO_LIMIT if threshold is None else int(threshold * limit_bytes)
 
     def state(self, blocks: Iterable[int]) -> Hashable:
-        table, lists, pools, numbers = self._tables
-        # Garbage collection, of large pools only, knows how long a block has been free.
-        clock = None if self.settings.garbage_collection_threshold is None else int(pools[1, tables.NUM_SEARCHES])
-        of_pools = [(number, *row[:2]) for number, row in enumerate(pools.tolist()) if row[tables.EXISTS]]
-        free = table[lists[tables.IN_ORDER, : numbers[tables.NUM_FREE]], : tables.POOL + 1]
-        holes = table[lists[tables.HOLES, : numbers[tables.NUM_HOLES]], : tables.POOL + 1].tolist()
         addresses = np.fromiter(blocks, dtype=np.int64)
-        is_live = addresses != NO_BLOCK
-        addresses[is_live] = table[addresses[is_live], tables.ADDRESS]
-        captures = bool(numbers[tables.CAPTURES])
+        with self._serving():
+            table, lists, pools, numbers = self._tables
+            # Garbage collection, of large pools only, knows how long a block has been free.
+            clock = None if self.settings.garbage_collection_threshold is None else int(pools[1, tables.NUM_SEARCHES])
+            of_pools = [(number, *row[:2]) for number, row in enumerate(pools.tolist()) if row[tables.EXISTS]]
+            free = table[lists[tables.IN_ORDER, : numbers[tables.NUM_FREE]], : tables.POOL + 1]
+            holes = table[lists[tables.HOLES, : numbers[tables.NUM_HOLES]], : tables.POOL + 1].tolist()
+            is_live = addresses != NO_BLOCK
+            addresses[is_live] = table[addresses[is_live], tables.ADDRESS]
+            captures = bool(numbers[tables.CAPTURES])
         return tuple(of_pools), clock, captures, free.tobytes(), tuple(sorted(map(tuple, holes))), addresses.tobytes()
 
     def copy(self) -> Self:
-        return type(self)(self.settings, Tables(*(each.copy() for each in self._tables)), self._code)
+        with self._serving():
+            return type(self)(self.settings, Tables(*(each.copy() for each in self._tables)), self._code)
 
     def _add_pools(self, stream: int) -> None:
         missing = 2 * stream + 2 - len(self._tables.pools)

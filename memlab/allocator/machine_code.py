@@ -43,21 +43,35 @@ def serve(*, compiles: bool) -> Any:
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    content = b"".join((_HERE / name).read_bytes() for name in _SOURCES)
-    made_with = version("numba"), llvmlite.__version__, llvm.get_default_triple()
-    name = sha256(content + repr(made_with).encode()).hexdigest()
-    code = _kept(f"allocator.{name[:20]}.o")
+    name = _name()
+    code = _kept(name)
     if code is None:
         if not compiles:
             raise LookupError("no machine code is kept")
         code = _compiled()
-        _keep(f"allocator.{name[:20]}.o", code)
+        _keep(name, code)
     symbol, _, content = code.partition(b"\n")
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target_machine())
     engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(content))
     engine.finalize_object()
     _engines.append(engine)
     return PYFUNCTYPE(c_int32, c_int64, c_int64, c_int64)(engine.get_function_address(symbol.decode()))
+
+
+def is_to_be_made() -> bool:
+    """Returns whether no process has kept the code, and one that compiles it could keep it."""
+    if _kept(_name()) is not None:
+        return False
+    written = _keep(f"allocator.{os.getpid()}", b"")
+    if written is not None:
+        written.unlink(missing_ok=True)
+    return written is not None
+
+
+def _name() -> str:
+    content = b"".join((_HERE / name).read_bytes() for name in _SOURCES)
+    made_with = version("numba"), llvmlite.__version__, llvm.get_default_triple()
+    return f"allocator.{sha256(content + repr(made_with).encode()).hexdigest()[:20]}.o"
 
 
 def _compiled() -> bytes:
@@ -89,8 +103,8 @@ def _kept(name: str) -> bytes | None:
     return None
 
 
-def _keep(name: str, code: bytes) -> None:
-    """Writes a file into the first folder that takes it; without one, the next process compiles again."""
+def _keep(name: str, code: bytes) -> Path | None:
+    """Writes a file into the first folder that takes it; returns its path, None if no folder does."""
     for folder in _FOLDERS:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -98,4 +112,5 @@ def _keep(name: str, code: bytes) -> None:
                 path.write_bytes(sha256(code).digest() + code)
         except OSError:
             continue
-        return
+        return folder / name
+    return None

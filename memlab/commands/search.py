@@ -450,12 +450,14 @@ def _workers(
         source: The job, if it was read from a file.
         is_endless: Whether the search goes on to larger workloads until one does not fit.
     """
-    from memlab.lab.search_workers import open_workers
+    from memlab.allocator.choice import compile_in_background
+    from memlab.lab.search_workers import open_workers, tell
 
     not_modelled = () if source is None else source.not_modelled
     if is_endless and source is not None:
         not_modelled = _with_lower_end(source)
     if not isinstance(engines, str):
+        compile_in_background(tell)
         with open_workers(engines, at_most=at_most, replay=replay, not_modelled=not_modelled) as workers:
             yield workers
         return

@@ -57,8 +57,8 @@ class FamilyRow(ModelType):
     output_bias: bool = False
     """Whether the output layer has a bias."""
     linears_of_expert: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """Names of an expert's linears that PEFT 0.21.2 adapts; empty where it leaves experts out, also with
-    ``all-linear``."""
+    """Names of an expert's linears that PEFT 0.21.2 adapts, of which the first two share a parameter in transformers;
+    empty where it leaves experts out, also with ``all-linear``."""
     own_linears: Mapping[str, str] = field(default_factory=dict)
     """Names of linears in transformers' class, by those that most families have."""
 
@@ -90,7 +90,7 @@ FAMILIES: dict[Family, FamilyRow] = {
     "qwen3_moe": FamilyRow(num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width",
                            normalizes_topk=False, fsdp2=True, automodel=True),
     "mixtral": FamilyRow(num_key_value_heads=8, experts="width of the MLP", rotary_base=1e6, fsdp2=True,
-                         linears_of_expert=("w1", "w2", "w3")),
+                         linears_of_expert=("w1", "w3", "w2")),
     "gemma": FamilyRow(num_key_value_heads=16, only_in_transformers="GELU gates", **_GEMMA),
     "gemma2": FamilyRow(window_pattern=2, soft_caps=(50.0, 30.0), **_SANDWICH),
     "gemma3_text": FamilyRow(qk_layernorm=True, window_pattern=6, rotary_base=1e6, window_rotary_base=10000.0,
@@ -116,7 +116,7 @@ FAMILIES: dict[Family, FamilyRow] = {
                           automodel=True, weighs_after=True, **_GROUPS),
     "minimax_m2": FamilyRow(num_key_value_heads=8, head_dim=128, qk_layernorm=True, norms_all_heads=True,
                             experts="width of the MLP", expert_bias=True, scoring_func="sigmoid", rotary_base=5e6,
-                            linears_of_expert=("w1", "w2", "w3")),
+                            linears_of_expert=("w1", "w3", "w2")),
     "olmoe": FamilyRow(qk_layernorm=True, norms_all_heads=True, norms_all_heads_fused=True, normalizes_topk=False,
                        experts="width of the MLP"),
     "nemotron": FamilyRow(rotary_percent=0.5, has_squared_relu=True),

@@ -13,7 +13,7 @@ from memlab.config.lora import LINEARS, NAMES_OF_TRANSFORMERS, LoRA
 from memlab.config.option import EngineName, options_of
 from memlab.config.routing import Routing
 from memlab.config.training_state import AttnImplementation, TrainingState
-from memlab.config.transformers_linears import adapted_linears
+from memlab.config.transformers_linears import adapted_linears, adapted_parameters
 from memlab.config.validation import RuleError, refuse_beside, shortened
 from memlab.config.vision import VISION_TOWERS, VisionTower
 
@@ -182,6 +182,7 @@ class Fsdp2Rules:
             ("adam_implementation", "te_fused", state.adam_implementation == "te_fused"),
             *self.changed_among("reshard_after_forward_ranks", "fsdp2_backward_prefetch_depth"),
             ("fsdp2_forward_prefetch_depth", ahead, ahead > 1),
+            *self.changed_among("lora_fused_experts"),
         )
         refuse_beside("fsdp_version is 1 and", "fsdp_version", others, "choose fsdp_version 2, or leave {} out")
 
@@ -436,6 +437,20 @@ class Fsdp2Rules:
                 *("lora_target_modules", "engine"),
             )
         found = [linear.name for linear in adapted_linears(self.architecture, self.num_layers, lora)]
+        of_experts = [one.module for one in adapted_parameters(self.architecture, self.num_layers, lora)]
+        if lora.fused_experts and lora.fsdp2_library != "peft":
+            raise RuleError(
+                f"lora_fused_experts is True with lora_fsdp2_library {lora.fsdp2_library!r}, which only PEFT has: "
+                "leave one of the two out",
+                *("lora_fused_experts", "lora_fsdp2_library"),
+            )
+        if of_experts and lora.dropout:
+            raise RuleError(
+                f"lora_dropout is {lora.dropout} with lora_fused_experts True, must be 0 by a rule of PEFT, whose "
+                "adapters of experts drop nothing: give 0, or target modules without those of experts",
+                *("lora_dropout", "lora_fused_experts"),
+            )
+        found += of_experts
         if not found:
             raise RuleError(
                 f"lora_target_modules is {shortened(list(lora.target_modules))}, which names no linear of "

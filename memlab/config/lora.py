@@ -7,7 +7,7 @@ word ``rank`` for its ``dim``. What the adapters compute is in `memlab.engines.m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -38,6 +38,12 @@ PARTS = {"linear_qkv": ("linear_q", "linear_k", "linear_v"), "linear_fc1": ("lin
 CANONICAL = (*PARTS["linear_qkv"], "linear_proj", *PARTS["linear_fc1"], "linear_fc2")
 _WHOLE = {part: linear for linear, parts in PARTS.items() for part in parts}
 _ADAPTABLE = (*LINEARS, *OF_LATENT_ATTENTION, *OF_LINEAR_ATTENTION, JOINING, OUTPUT_LAYER)
+OF_PARAMETERS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+"""The parameters in which transformers 5 has all experts of a layer, with Megatron's names."""
+ROUTER = "gate"
+"""What transformers calls a router."""
+OF_ROUTED_LAYERS = (ROUTER, "w1", "w2", "w3")
+"""Names that only routers and experts of transformers' models have."""
 OF_TRANSFORMERS = {
     "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj"),
     "linear_proj": ("o_proj", "dense"),
@@ -113,6 +119,14 @@ class LoRA:
         **(_WITHOUT_CONTROL | {"engines": ("fsdp2",)}),
     )
     """`memlab.engines.fsdp2.adapters` has what both compute."""
+    fused_experts: bool = option(
+        False,
+        "adapt the parameters in which transformers has all experts of a layer, and the router, where target modules "
+        "name their linears or are empty, as PEFT does since 0.20",
+        **(_WITHOUT_CONTROL | {"engines": ("fsdp2",)}),
+    )
+    """Excluded modules do not concern them (``_convert_peft_config_moe`` in utils/transformers_weight_conversion.py of
+    PEFT 0.21.2). PEFT 0.18 has no such adapters, and 0.19 none where all linears are asked for."""
     enable_input_require_grads: bool = option(
         False, "let the output of the frozen embedding require a gradient, as ms-swift always does", **_WITHOUT_CONTROL
     )
@@ -153,7 +167,8 @@ class LoRA:
                 "of the two",
                 *("lora_exclude_modules", "lora_target_modules"),
             )
-        for name in self.target_modules:
+        of_experts = OF_ROUTED_LAYERS if self.fused_experts else ()
+        for name in (name for name in self.target_modules if name not in of_experts):
             if not name.endswith(("*", "*_proj", *_ADAPTABLE, *_WHOLE, *NAMES_OF_TRANSFORMERS)):
                 raise RuleError(
                     f"lora_target_modules has {shortened(name)}, must have {', '.join((*_ADAPTABLE, *_WHOLE))}, with "
@@ -225,6 +240,31 @@ class LoRA:
         listed = self.target_modules or self.exclude_modules
         is_listed = any(own == one or own in OF_TRANSFORMERS.get(one, ()) or _matches(one, name) for one in listed)
         return is_listed if self.target_modules else not is_listed
+
+    def adapts_router(self) -> bool:
+        """Whether a router of transformers' model has an adapter."""
+        return self.fused_experts and (not self.target_modules or ROUTER in self.target_modules)
+
+    def adapts_experts(self, parameter: str, linears: Collection[str]) -> bool:
+        """Whether a parameter in which transformers' model has all experts of a layer has an adapter.
+
+        Args:
+            parameter: ``gate_up_proj`` or ``down_proj``.
+            linears: The linears of an expert that it stands for, by the names that PEFT takes.
+
+        Raises:
+            RuleError: If only one of two is named.
+        """
+        if not self.fused_experts or not self.target_modules or OF_PARAMETERS[parameter] in self.target_modules:
+            return self.fused_experts
+        found = [name for name in linears if name in self.target_modules]
+        if 0 < len(found) < len(linears):
+            raise RuleError(
+                f"lora_target_modules names {found[0]} and not all of {', '.join(linears)}, which PEFT refuses, since "
+                f"transformers has them as one parameter {parameter}: name all or none",
+                "lora_target_modules",
+            )
+        return bool(found)
 
     def parts(self, name: str) -> tuple[str, ...]:
         """Returns the parts of a linear with an adapter each, in the order in which they run; of a whole linear none.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
-from memlab.config.transformers_linears import adapted_linears
+from memlab.config.transformers_linears import adapted_linears, adapted_parameters
 
 
 class Parameters(NamedTuple):
@@ -71,8 +71,9 @@ def trained_of_rank(scenario: Scenario) -> Parameters:
         )
         return counts._replace(layers=counts.layers - routers)
     if scenario.engine == "fsdp2":
-        linears = adapted_linears(scenario.architecture, len(scenario.layers_of_rank), scenario.state.lora)
-        of_adapters = sum(scenario.state.lora.rank * (one.outputs + one.inputs) for one in linears)
+        lora, model, num_layers = scenario.state.lora, scenario.architecture, len(scenario.layers_of_rank)
+        of_adapters = sum(lora.rank * (one.outputs + one.inputs) for one in adapted_linears(model, num_layers, lora))
+        of_adapters += sum(one.elements for one in adapted_parameters(model, num_layers, lora))
         of_adapters //= scenario.layout.tensor_model_parallel_size
         return Parameters(-(-of_adapters // scenario.ranks_of_shards), 0, 0)
     weights = [*scenario.weights_of_adapters()]

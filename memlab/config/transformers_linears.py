@@ -1,7 +1,7 @@
 """The linears of Hugging Face's models that adapters can be added to: their names and sizes, without torch.
 
 Names are those of transformers' modules (``models/llama/modeling_llama.py``, ``models/phi3/modeling_phi3.py``, 5.24).
-Its experts are parameters and no linears, so that adapters of this kind leave them out.
+Its experts and routers are parameters and no linears, which PEFT adapts by other means.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from memlab.config.architectures import Architecture
 from memlab.config.families import FAMILIES
-from memlab.config.lora import OF_TRANSFORMERS, LoRA
+from memlab.config.lora import OF_PARAMETERS, OF_TRANSFORMERS, ROUTER, LoRA
 
 
 class Linear(NamedTuple):
@@ -21,6 +21,54 @@ class Linear(NamedTuple):
     """In the model, such as ``model.layers.0.self_attn.q_proj``."""
     outputs: int
     inputs: int
+
+
+class AdaptedParameter(NamedTuple):
+    """A parameter of experts or of a router, to which an adapter of PEFT is added before the module computes with it.
+
+    The adapter's two matrices are those of linears from `inputs` to `rank` times `num_experts` and on to `outputs`.
+    """
+
+    module: str
+    """In the model, such as ``model.layers.0.mlp.experts``."""
+    name: str
+    rank: int
+    num_experts: int
+    """Number of experts; of a router 1."""
+    outputs: int
+    inputs: int
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of both matrices."""
+        return self.rank * self.num_experts * (self.outputs + self.inputs)
+
+
+def adapted_parameters(architecture: Architecture, num_layers: int, lora: LoRA) -> Iterator[AdaptedParameter]:
+    """Yields the parameters that have adapters, each layer's in the order in which PEFT wraps their modules.
+
+    A parameter that stands for two linears of an expert has an adapter of twice the rank.
+    """
+    if not names_of_experts(architecture, lora):
+        return
+    names = FAMILIES[architecture.family].linears_of_expert
+    hidden, inner, count = architecture.hidden_size, architecture.moe_ffn_hidden_size, architecture.num_moe_experts or 0
+    shapes = {"gate_up_proj": (names[:2], 2 * inner, hidden), "down_proj": (names[2:], hidden, inner)}
+    for number in range(num_layers):
+        mlp = f"model.layers.{number}.mlp"
+        for parameter, (shared, outputs, inputs) in shapes.items():
+            if lora.adapts_experts(parameter, shared):
+                yield AdaptedParameter(f"{mlp}.experts", parameter, len(shared) * lora.rank, count, outputs, inputs)
+        if lora.adapts_router():
+            yield AdaptedParameter(f"{mlp}.gate", "weight", lora.rank, 1, count, hidden)
+
+
+def names_of_experts(architecture: Architecture, lora: LoRA) -> tuple[str, ...]:
+    """Returns the names of target modules that stand for experts and routers which are parameters."""
+    names = FAMILIES[architecture.family].linears_of_expert
+    if not (lora.fused_experts and architecture.routes and names):
+        return ()
+    return (*names, *OF_PARAMETERS.values(), ROUTER)
 
 
 def adapted_linears(architecture: Architecture, num_layers: int, lora: LoRA) -> Iterator[Linear]:

@@ -15,7 +15,7 @@ from memlab.config.option import unread
 from memlab.config.scenario import Scenario
 from memlab.config.settings import NEWER_SETTINGS, MemorySettings
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
-from memlab.config.transformers_linears import linears
+from memlab.config.transformers_linears import adapted_parameters, linears, names_of_experts
 
 _DEFAULT = MemorySettings()
 _MODULES = ("recompute_modules", "offload_modules")
@@ -186,10 +186,13 @@ def _on_adapters(job: Scenario) -> dict[str, str]:
         unused = [
             target
             for target in lora.target_modules
-            if not any(replace(lora, target_modules=(target,)).adapts_module(one.name) for one in linears_of_model)
+            if target not in names_of_experts(job.architecture, lora)
+            and not any(replace(lora, target_modules=(target,)).adapts_module(one.name) for one in linears_of_model)
         ]
         if unused:
             reasons["lora_target_modules"] = f"no linear of transformers' model is named {' or '.join(unused)}"
+        if lora.fused_experts and not any(True for _ in adapted_parameters(job.architecture, 1, lora)):
+            reasons["lora_fused_experts"] = "no target module names experts or routers of the model"
         if lora.exclude_modules and all(map(lora.adapts_module, (one.name for one in linears_of_model))):
             reasons["lora_exclude_modules"] = "no linear of transformers' model has such a name"
         return reasons

@@ -11,6 +11,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.families import FAMILIES
 from memlab.config.layout import Layout
+from memlab.config.lora import ROUTER
 from memlab.config.model_restrictions import not_in_megatron
 from memlab.config.option import options_of, unread
 from memlab.config.pipeline_layout import without_extra_layers
@@ -237,8 +238,8 @@ def scenario_of(reading: Reading, architecture: Architecture, versions: Versions
             _note_gated_delta_net(reading)
     if architecture.add_bias_linear and is_megatron:
         _drop_beside_biases(reading, architecture)
-    if architecture.routes and values.get("lora_fsdp2_library") == "peft":
-        _note_adapters_of_experts(reading, architecture)
+    if values.get("lora_fused_experts"):
+        _take_adapters_of_experts(reading, architecture)
     if is_megatron and architecture.only_in_transformers:
         raise ValueError(
             f"the job's model is {architecture.name}, whose {architecture.only_in_transformers} memlab does not have "
@@ -370,19 +371,27 @@ def _drop_beside_biases(reading: Reading, architecture: Architecture) -> None:
         values[field] = None
 
 
-def _note_adapters_of_experts(reading: Reading, architecture: Architecture) -> None:
-    """Names PEFT's adapters of experts, beside which memlab predicts those of the other linears.
+def _take_adapters_of_experts(reading: Reading, architecture: Architecture) -> None:
+    """Takes PEFT's adapters of experts and routers where the job's targets name some of the model's, and says so.
 
-    transformers 4 has a linear for each expert, transformers 5 one parameter for all, which PEFT adapts too, whatever
-    linears are excluded (``_convert_peft_config_moe`` in utils/transformers_weight_conversion.py, 0.21.2).
+    With FSDP1, a step fails in PEFT's first forward (0.21.2 under verl's ``get_fsdp_wrap_policy``, which wraps each
+    matrix by itself, while PEFT reads it outside of its unit's forward).
     """
-    names = FAMILIES[architecture.family].linears_of_expert
-    targets = reading.values.get("lora_target_modules") or names
-    if not any(each.endswith(names) for each in targets):
-        return
-    keys = [one.key for one in reading.taken if one.field == "lora_target_modules"]
-    reason = "PEFT's adapters of experts, each layer's with a copy of all its experts' weights in forward and backward"
-    reading.miss(keys[0] if keys else "lora_target_modules", "more", reason)
+    values, names = reading.values, FAMILIES[architecture.family].linears_of_expert
+    targets = values.get("lora_target_modules")
+    has_some = architecture.routes and bool(names) and (not targets or not {*names, ROUTER}.isdisjoint(targets))
+    is_first = values.get("fsdp_version") == 1
+    values["lora_fused_experts"] = has_some and not is_first
+    if has_some and is_first:
+        reading.warnings.append(
+            "the job asks for no version of PEFT, so memlab takes 0.18, which leaves experts out: 0.20 and newer adapt "
+            "experts too and then fail under FSDP1 in the first step: take FSDP2, or name linears of attention only"
+        )
+    elif has_some:
+        reading.warnings.append(
+            "the job asks for no version of PEFT, so memlab takes 0.20 or newer, which adapts experts too and copies "
+            "all experts of a layer in forward and backward: PEFT 0.18 leaves experts out, and 0.19 refuses all-linear"
+        )
 
 
 def _complete_exchange(reading: Reading, layout: Layout) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,16 +58,15 @@ def runs_here(record: StepRecord) -> bool:
     return True
 
 
-TE_2_16 = [
-    StepRecord.from_dict(json.loads(line))
-    for name in ("h200_te216_steps.jsonl", "h200x2_te216_steps.jsonl")
-    for line in (STEPS.parent / name).read_text().splitlines()
-]
+@cache
+def te_2_16() -> list[StepRecord]:
+    files = [STEPS.parent / name for name in ("h200_te216_steps.jsonl", "h200x2_te216_steps.jsonl")]
+    return [StepRecord.from_dict(json.loads(line)) for file in files for line in file.read_text().splitlines()]
 
 
 def test_steps_with_transformer_engine_2_16_are_predicted_as_well_as_those_with_2_12() -> None:
     # The first step of each lab of phi-4, which has the training state that no earlier step could blur.
-    first = [each for each in TE_2_16 if each.step_index == 1 and each.scenario.architecture.name == "phi-4"]
+    first = [each for each in te_2_16() if each.step_index == 1 and each.scenario.architecture.name == "phi-4"]
     alone = [each for each in first if each.scenario.seq_length == 4096 and each.scenario.num_layers == 2]
     wanted = ("bf16", "fp8")
     chosen = [each for each in alone if {each.scenario.state.exp_avg_dtype} <= {*wanted}]
@@ -86,7 +86,7 @@ def test_versions_of_transformer_engine_differ_only_in_steps_with_two_bf16_momen
     settings = (STEPS.parent / "h200_settings.jsonl").read_text().splitlines()
     old = {key(each): each for each in (StepRecord.from_dict(json.loads(line)["record"]) for line in settings)}
     old |= {key(each): each for each in MEASURED}
-    both = [(each, old[key(each)]) for each in TE_2_16 if key(each) in old]
+    both = [(each, old[key(each)]) for each in te_2_16() if key(each) in old]
     assert len(both) >= 179 + 48, "of one rank, and of the ranks of jobs of two"
     for new, before in both:
         state = new.scenario.state

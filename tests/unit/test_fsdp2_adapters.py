@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from memlab import Lab, Layout
+from memlab import Lab, Layout, MemorySettings
 from memlab.backends.simulated import predicting
 from memlab.config import without_effect
 from memlab.config.architectures import find_architecture
@@ -17,6 +17,7 @@ from memlab.config.parameters import kept_bytes
 from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.config.transformers_linears import adapted_linears
+from memlab.engines.fsdp2.adapters import PeftParameter
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
@@ -57,6 +58,61 @@ def test_the_adapters_are_those_that_are_counted(name: str, targets: tuple[str, 
     assert sum(each.numel() for each in trained) == count
     frozen = 2 * find_architecture(name).with_layers(2).num_parameters
     assert kept_bytes(scenario) == (frozen + 4 * count, 4 * count, 8 * count), "the adapters are in fp32"
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "shapes"),
+    [
+        ("qwen3-moe-tiny", (), {"gate_up_proj": (128, 64, 128), "down_proj": (128, 32, 64), "weight": (8, 4, 128)}),
+        ("qwen3-moe-tiny", ("q_proj", "down_proj"), {"down_proj": (128, 32, 64)}),
+        ("qwen3-moe-tiny", ("gate", "gate_proj", "up_proj"), {"gate_up_proj": (128, 64, 128), "weight": (8, 4, 128)}),
+        ("mixtral-tiny", ("w1", "w2", "w3"), {"gate_up_proj": (128, 64, 128), "down_proj": (128, 32, 64)}),
+        ("mixtral-tiny", ("q_proj", "down_proj"), {}),
+        ("llama-3-tiny", (), {}),
+    ],
+)
+def test_experts_have_the_adapters_that_peft_gives_them(
+    name: str, targets: tuple[str, ...], shapes: dict[str, tuple[int, int, int]]
+) -> None:
+    """Outputs, width and inputs of rank 4 as PEFT 0.20.0 and 0.21.2 make them beside transformers 5.24."""
+    model, scenario = model_of(name, LoRA(rank=4, target_modules=targets, fused_experts=True))
+    found = {
+        module.adapted.name: (module.lora_B.out_features, module.lora_A.out_features, module.lora_A.in_features)
+        for module in model.model.layers[1].modules()
+        if isinstance(module, PeftParameter)
+    }
+    assert found == shapes
+    count = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert kept_bytes(scenario).optimizer == 8 * count
+
+
+@pytest.mark.parametrize(("is_full", "peak"), [(False, 4_179_820), (True, 3_750_460)])
+def test_adapters_of_experts_take_what_peft_s_own_take(is_full: bool, peak: int) -> None:
+    """Bytes with PEFT 0.21.2's own adapters in the same lab (torch 2.13); without a router, which a CPU casts to fp32."""
+    lora = LoRA(rank=4, target_modules=("q_proj", "down_proj"), fused_experts=True, enable_input_require_grads=True)
+    state = TrainingState(lora=lora, fp32_sharded_params=True)
+    full = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    settings = full if is_full else MemorySettings()
+    scenario = Scenario.of("qwen3-moe-tiny", num_layers=2, seq_length=64, engine="fsdp2", state=state)
+    for backend in ("cpu", predicting("cpu")):
+        with Lab(scenario, backend=backend) as lab:
+            lab.step(settings)
+            record = lab.step(settings)
+        assert (record.static_bytes, record.peak_allocated_bytes) == (2_411_648, peak)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target_modules": ("q_proj", "gate_proj")}, "names gate_proj and not all of gate_proj, up_proj"),
+        ({"dropout": 0.1, "target_modules": ()}, "lora_dropout is 0.1 with lora_fused_experts"),
+        ({"fsdp2_library": "automodel"}, "lora_fused_experts is True with lora_fsdp2_library"),
+    ],
+)
+def test_adapters_of_experts_that_peft_refuses_are_refused(options: dict[str, Any], words: str) -> None:
+    lora = LoRA(rank=4, fused_experts=True, **options)
+    with pytest.raises(ValueError, match=words):
+        Scenario.of("qwen3-moe-tiny", seq_length=16, engine="fsdp2", state=TrainingState(lora=lora))
 
 
 @pytest.mark.parametrize("target", ["linear_fc1", "*_proj"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
@@ -855,6 +857,56 @@ def test_options_of_megatron_bridge(tmp_path: Path, keys: str, refusal: str | No
     assert (refusal or "None") in str(job.cannot_start)
     if refusal is None:
         assert [one.key.removeprefix("model.") for one in job.not_modelled if one.place != "default"] == named
+
+
+@pytest.mark.parametrize(
+    ("changes", "refusal"),
+    [
+        ({"dist.use_decentralized_pg": True}, "dist.use_decentralized_pg with Gloo's process groups"),
+        ({"dist.use_decentralized_pg": True, "dist.use_gloo_process_groups": False}, None),
+        ({"ddp.use_megatron_fsdp": True, "checkpoint.save": "/c"}, "use_megatron_fsdp with checkpoints in another"),
+        ({"ddp.use_megatron_fsdp": True, "checkpoint.save": "/c", "checkpoint.ckpt_format": "fsdp_dtensor"}, None),
+        ({"ddp.use_megatron_fsdp": True}, None),
+        (
+            {"optimizer.use_precision_aware_optimizer": True, "optimizer.optimizer": "sgd"},
+            "another optimizer than adam",
+        ),
+        ({"optimizer.use_precision_aware_optimizer": True, "optimizer.optimizer": "adam"}, None),
+        (
+            {"optimizer.use_precision_aware_optimizer": True, "optimizer.use_distributed_optimizer": False},
+            "optimizer.use_distributed_optimizer false",
+        ),
+        (
+            {
+                "model.fine_grained_activation_offloading": True,
+                "model.offload_modules": ["core_attn"],
+                "model.cpu_offloading": True,
+            },
+            "fine_grained_activation_offloading with cpu_offloading",
+        ),
+        ({"model.delay_wgrad_compute": True}, "delay_wgrad_compute without overlap_moe_expert_parallel_comm"),
+        ({"model.delay_wgrad_compute": True, "comm_overlap.tp_comm_overlap": False}, None),
+        ({"model.defer_embedding_wgrad_compute": True}, "defer_embedding_wgrad_compute without pipeline stages"),
+        ({"model.defer_embedding_wgrad_compute": True, "comm_overlap.tp_comm_overlap": False}, None),
+    ],
+)
+def test_rules_of_megatron_bridge_s_configuration(tmp_path: Path, changes: dict[str, Any], refusal: str | None) -> None:
+    """As ``runtime_config_update`` of megatron-bridge 0.6.2 over megatron-core 0.19.2 accepts or refuses them."""
+    tree = yaml.safe_load(f"{_BRIDGE}train: {{micro_batch_size: 1, global_batch_size: 8}}\n")
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = value
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
+    assert (refusal or "None") in str(Job.read(tmp_path / "run.yaml").cannot_start)
+
+
+def test_megatron_bridge_wants_weights_to_stay_where_activations_are_offloaded(tmp_path: Path) -> None:
+    keys = "fine_grained_activation_offloading: true, offload_modules: [core_attn], "
+    text = _BRIDGE.replace("model: {", f"model: {{{keys}") + "train: {micro_batch_size: 1, global_batch_size: 8}\n"
+    for variable, is_said in (("", True), ("env_vars: {NVTE_CPU_OFFLOAD_V1: 1}\n", False)):
+        (tmp_path / "run.yaml").write_text(text + variable)
+        said = [one for one in Job.read(tmp_path / "run.yaml").warnings if "NVTE_CPU_OFFLOAD_V1" in one]
+        assert bool(said) is is_said
 
 
 @pytest.mark.parametrize(

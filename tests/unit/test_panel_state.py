@@ -299,6 +299,14 @@ def test_steps_of_a_cell_are_taken_up_once() -> None:
     assert state.shown.number == 2
 
 
+def test_without_a_run_nothing_is_pinned_or_used_again() -> None:
+    _, state = lab_state()
+    for act in (state.pin, state.reuse):
+        state.say("")
+        act()
+        assert (state.pinned, state.notice) == (None, "No run is shown: choose one in the table first.")
+
+
 def test_pinned_run_is_what_the_others_are_held_against() -> None:
     lab, state = lab_state()
     run_with(state)

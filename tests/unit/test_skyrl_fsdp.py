@@ -210,25 +210,14 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     assert named.required()[0].state.options()["lora_target_modules"] == ("q_proj", "v_proj")
 
 
-@pytest.mark.parametrize(
-    ("model", "targets", "is_named"),
-    [
-        ("Qwen/Qwen3-30B-A3B", "", True),  # all-linear, SkyRL's default
-        ("Qwen/Qwen3-30B-A3B", "[q_proj,down_proj]", True),
-        ("Qwen/Qwen3-30B-A3B", "[q_proj,k_proj,v_proj,o_proj]", False),
-        ("mistralai/Mixtral-8x7B-v0.1", "", True),
-        ("mistralai/Mixtral-8x7B-v0.1", "[q_proj,down_proj]", False),
-        ("openai/gpt-oss-20b", "", False),
-        ("Qwen/Qwen2.5-7B", "", False),
-    ],
-)
-def test_adapters_of_experts_are_named(model: str, targets: str, is_named: bool, tmp_path: Path) -> None:
-    """As PEFT 0.21.2 adapts models of transformers 5.24.0: findings/peft_adapters_of_fused_experts_keep_all_experts_again.sh."""
-    key = f"{POLICY}.model.lora.target_modules"
-    named = f" {key}={targets}" if targets else ""
-    job = read(tmp_path, f"{POLICY}.model.lora.rank=8 {POLICY}.model.path={model}{named}")
-    found = [(one.key, one.effect, one.bound_bytes) for one in job.not_modelled if "lora" in one.key]
-    assert found == [(key, "more", None)] * is_named
+@pytest.mark.parametrize("targets", ["", "[q_proj,down_proj]"])
+def test_experts_have_no_adapters(targets: str, tmp_path: Path) -> None:
+    """SkyRL asks for PEFT 0.18.1, which adapts linears only: experts of transformers 5 are parameters (run with 5.24)."""
+    named = f" {POLICY}.model.lora.target_modules={targets}" if targets else ""
+    job = read(tmp_path, f"{POLICY}.model.lora.rank=8 {POLICY}.model.path=Qwen/Qwen3-30B-A3B{named}")
+    lora = job.required()[0].state.lora
+    assert lora is not None and not lora.fused_experts
+    assert not [one.key for one in job.not_modelled if "lora" in one.key]
 
 
 @pytest.mark.parametrize("key", ["trainer.fused_lm_head_logprob", f"{POLICY}.model.fake_int4_qat.enabled"])

@@ -146,6 +146,37 @@ def test_adapters_are_those_of_peft(tmp_path: Path) -> None:
     assert state.lora == LoRA(rank=32, alpha=64, fsdp2_library="peft", **peft)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("model", "keys", "adapts_experts", "said"),
+    [
+        ("Qwen/Qwen3-30B-A3B", "", True, "0.20 or newer, which adapts experts too"),  # all-linear, verl's default
+        ("Qwen/Qwen3-30B-A3B", "[q_proj,down_proj]", True, "0.20 or newer, which adapts experts too"),
+        ("Qwen/Qwen3-30B-A3B", "[q_proj,k_proj,v_proj,o_proj]", False, None),
+        ("mistralai/Mixtral-8x7B-v0.1", "[q_proj,w1,w2,w3]", True, "0.20 or newer, which adapts experts too"),
+        ("mistralai/Mixtral-8x7B-v0.1", "[q_proj,down_proj]", False, None),
+        ("Qwen/Qwen2.5-7B", "", False, None),
+    ],
+)
+def test_experts_have_the_adapters_of_the_newest_peft(
+    model: str, keys: str, adapts_experts: bool, said: str | None, tmp_path: Path
+) -> None:
+    """verl asks for no version: findings/peft_adapters_of_fused_experts_keep_all_experts_again.sh."""
+    targets = f" {MODEL}.target_modules={keys}" if keys else ""
+    job = read(tmp_path, f"{ACTOR}.strategy=fsdp2 {MODEL}.lora_rank=8 {MODEL}.path={model}{targets}")
+    lora = job.required()[0].state.lora
+    assert lora is not None and lora.fused_experts is adapts_experts
+    assert [one for one in job.warnings if "PEFT" in one] == [one for one in job.warnings if said and said in one]
+    assert not [one.key for one in job.not_modelled if "lora" in one.key or "target_modules" in one.key]
+
+
+def test_adapters_of_experts_fail_under_fsdp1(tmp_path: Path) -> None:
+    """Seen with PEFT 0.21.2 and torch 2.13 on two ranks over gloo, in PEFT's forward of the router."""
+    job = read(tmp_path, f"{ACTOR}.strategy=fsdp {MODEL}.lora_rank=8 {MODEL}.path=Qwen/Qwen3-30B-A3B")
+    lora = job.required()[0].state.lora
+    assert lora is not None and not lora.fused_experts
+    assert any("then fail under FSDP1 in the first step" in one for one in job.warnings)
+
+
 def test_the_policy_without_adapters_is_the_reference_where_memlab_lacks_the_adapters_too(tmp_path: Path) -> None:
     keys = f"{MODEL}.lora_rank=32 {FSDP}.model_dtype=bf16 {ACTOR}.use_kl_loss=True"
     job = read(tmp_path, keys)

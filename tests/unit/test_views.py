@@ -34,6 +34,7 @@ from memlab.views.panel.static_files import page_code
 from memlab.views.text.audits import offload_blocks
 from memlab.views.text.columns import LINE_WIDTH, MINUS, Table, as_html, as_text, in_unit
 from memlab.views.text.compare import compare_blocks, record_names
+from memlab.views.text.difference import comparison_text
 from memlab.views.text.record import grouped_modules, record_table
 from memlab.vocabulary import CATEGORIES, PHASES, POOLS
 
@@ -832,6 +833,19 @@ def test_a_page_that_cannot_be_written_whole_leaves_the_old_one(
         View(None, "a table").save(page)
     assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
     assert page.read_text() == "old"
+
+
+def test_what_a_title_cuts_off_is_whole_below_it() -> None:
+    modules = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+    settings = MemorySettings(recompute_granularity="selective", recompute_modules=modules)
+    step = record_of(training_step(recompute=True), settings)
+    text = timeline_figure(step).layout.title.text
+    assert "...: memory" in text.partition("<br>")[0] and f"settings: {settings}" in re.sub(r"<[^>]*>", " ", text)
+
+
+def test_a_difference_without_timelines_says_what_is_unknown() -> None:
+    predicted, measured = (replace(PLAIN, backend=name, timeline=None) for name in ("simulated", "cpu"))
+    assert "unknown without both timelines" in comparison_text(predicted, measured)
 
 
 def test_a_saved_page_is_dark_where_its_reader_s_system_is(tmp_path: Path) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.utils import parametrize
 
 from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
-from memlab.config.transformers_linears import adapted_linears
+from memlab.config.transformers_linears import AdaptedParameter, adapted_linears, adapted_parameters
 from memlab.engines.fsdp2.vision import language_model_of
 from memlab.meter.labels import one_kernel
 
@@ -38,6 +39,10 @@ def add_adapters(model: Any, scenario: Scenario) -> None:
             path.replace("model.", "model.language_model.", 1) if scenario.vision_tower else path
         )
         setattr(owner, name, kind(getattr(owner, name), lora))
+    for adapted in adapted_parameters(scenario.architecture, scenario.num_layers, lora):
+        path, _, name = adapted.module.rpartition(".")
+        owner = model.get_submodule(path)
+        setattr(owner, name, PeftParameter(getattr(owner, name), adapted, lora))
     # On several ranks, and of its own classes on one too, the model is on the meta device when Automodel looks for MLPs
     # to fuse, and it fuses none (``_fusible``; ``is_meta_device`` in _transformers/auto_model.py, 36044ad3 and 0.7.0).
     on_meta = scenario.layout.world_size > 1 or scenario.state.model_classes != "transformers"
@@ -89,6 +94,82 @@ class PeftLinear(torch.nn.Module):
         output = self.base_layer(inputs)
         rows = inputs.to(self.lora_A.weight.dtype)
         return (output + self.lora_B(self.lora_A(self.lora_dropout(rows))) * self.scaling).to(output.dtype)
+
+
+class PeftParameter(torch.nn.Module):
+    """A module and the adapter of one of its frozen parameters, whose sum the module computes with.
+
+    After ``ParamWrapper`` in ``tuners/lora/layer.py`` of PEFT 0.21.2: each forward registers a parametrization, which
+    torch tries once at that moment, and keeps the sum until the outermost wrapper of the module has ended.
+
+    Args:
+        base_layer: The module, or the wrapper of another of its parameters.
+        adapted: Which parameter it is, and the sizes of its adapter.
+        lora: The adapters' options.
+    """
+
+    def __init__(self, base_layer: Any, adapted: AdaptedParameter, lora: LoRA) -> None:
+        super().__init__()
+        self.base_layer, self.adapted, self.scaling = base_layer, adapted, lora.alpha / lora.rank
+        width = adapted.rank * adapted.num_experts
+        options: dict[str, Any] = {"bias": False, "dtype": torch.float32, "device": self.parameter.device}
+        self.lora_A = torch.nn.Linear(adapted.inputs, width, **options)
+        self.lora_B = torch.nn.Linear(width, adapted.outputs, **options)
+        torch.nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, *inputs: Any) -> Any:
+        """Computes the module with the sum in the parameter's place."""
+        name, parameter = self.adapted.name, self.parameter
+        if self.adapted.num_experts > 1:
+            count, (first, second) = self.adapted.num_experts, (self.lora_A.weight, self.lora_B.weight)
+            left = second.reshape(second.shape[0], -1, count).permute(2, 0, 1).to(parameter.dtype)
+            right = first.reshape(count, -1, first.shape[-1]).to(parameter.dtype)
+            added: torch.nn.Module = _Factors(left, right, self.scaling)
+        else:
+            added = _Sum((self.lora_B.weight @ self.lora_A.weight * self.scaling).to(parameter.dtype))
+        requires_grad = parameter.requires_grad
+        parametrize.register_parametrization(self._module, name, added)
+        self._module.parametrizations[name].original.requires_grad_(requires_grad)
+        try:
+            with parametrize.cached():
+                return self.base_layer(*inputs)
+        finally:
+            parametrize.remove_parametrizations(self._module, name, leave_parametrized=False)
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """The frozen parameter: FSDP2's gathered one during a step."""
+        parameter: torch.Tensor = getattr(self._module, self.adapted.name)
+        return parameter
+
+    @property
+    def _module(self) -> Any:
+        module = self.base_layer
+        while isinstance(module, PeftParameter):
+            module = module.base_layer
+        return module
+
+
+class _Factors(torch.nn.Module):
+    """Adds the product of two matrices for each expert to a parameter."""
+
+    def __init__(self, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
+        super().__init__()
+        self.left, self.right, self.scale = left, right, scale
+
+    def forward(self, parameter: torch.Tensor) -> torch.Tensor:
+        return torch.baddbmm(parameter, self.left, self.right, alpha=self.scale)
+
+
+class _Sum(torch.nn.Module):
+    """Adds a tensor to a parameter."""
+
+    def __init__(self, added: torch.Tensor) -> None:
+        super().__init__()
+        self.added = added
+
+    def forward(self, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter + self.added
 
 
 class MatrixOfAdapter(torch.nn.Linear):

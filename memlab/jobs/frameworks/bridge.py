@@ -65,7 +65,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     USER_BUFFERS,
     fields_of,
 )
-from memlab.jobs.frameworks.megatron_lm import OF_OTHER_FRAMEWORKS, common, take_sequence_parallel
+from memlab.jobs.frameworks.megatron_lm import OF_OTHER_FRAMEWORKS, common, take_sequence_parallel, warn_of_offload
 from memlab.jobs.frameworks.refused_options import check_bridge
 from memlab.jobs.frameworks.reinforcement import copies, pack
 from memlab.jobs.frameworks.user_buffers import METHODS_NOT_WRITTEN, NOT_WRITTEN, OPTION
@@ -292,6 +292,7 @@ def complete(reading: Reading) -> None:
     _complete_experts(reading)
     _note_other_models(reading)
     _complete_adapters(reading, knows_recipe=recipe is None or bool(known))
+    warn_of_offload(reading, "Megatron-Bridge")
 
 
 def _take_layers(reading: Reading) -> None:

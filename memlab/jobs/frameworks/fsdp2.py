@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, get_args
 
 from memlab.config.architectures import Architecture
 from memlab.config.families import FAMILIES, families_with
-from memlab.config.lora import NAMES_OF_TRANSFORMERS, LibraryOfFsdp2, LoRA
+from memlab.config.lora import NAMES_OF_TRANSFORMERS, OF_ROUTED_LAYERS, LibraryOfFsdp2, LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import AttnImplementation
-from memlab.config.transformers_linears import adapted_linears, own_names
+from memlab.config.transformers_linears import adapted_linears, adapted_parameters, own_names
 from memlab.jobs.frameworks.adapters import ALL_LINEAR, LORA, RANK
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import COUNT, DTYPE, NUMBER, SWITCH, TEXT, WHOLE, WORDS, Blocked, Conversion, Key
@@ -36,7 +37,13 @@ ONLY_OF_AUTOMODEL = (
 """For `Framework.cannot_write` of the other frameworks with FSDP."""
 OF_SEVERAL_KEYS = frozenset(
     (
-        *("dtype", "fp32_sharded_params", "lora_fsdp2_library", "lora_enable_input_require_grads"),
+        *(
+            "dtype",
+            "fp32_sharded_params",
+            "lora_fsdp2_library",
+            "lora_fused_experts",
+            "lora_enable_input_require_grads",
+        ),
         *("recompute_granularity", "recompute_method", "recompute_num_layers", "selective_ac", "checkpoint_every"),
     )
 )
@@ -166,11 +173,16 @@ def peft_keys(section: str, start: str = "") -> tuple[Key, ...]:
     )
 
 
-def take_peft(reading: Reading, key: str) -> None:
+def take_peft(reading: Reading, key: str, *, adapts_experts: bool) -> None:
     """Takes adapters of PEFT, which are in fp32 as the shards are, and let the embedding's output require a gradient.
 
     With ``all-linear``, PEFT leaves the output layer out (``_maybe_include_all_linear_layers`` in
     ``tuners/tuners_utils.py``, 0.21.2).
+
+    Args:
+        reading: Of the job.
+        key: By which adapters that memlab has none of are named.
+        adapts_experts: Whether the job's PEFT adapts experts that are one parameter, as it does since 0.20.
     """
     values = reading.values
     targets, excluded = values.get("lora_target_modules") or (), values.get("lora_exclude_modules") or ()
@@ -178,6 +190,7 @@ def take_peft(reading: Reading, key: str) -> None:
         targets, excluded = (), (OUTPUT_LAYER, *excluded)
     lacks = [] if values["fp32_sharded_params"] or values["dtype"] == "fp32" else ["adapters of shards in bf16"]
     values |= {"lora_fsdp2_library": "peft", "lora_enable_input_require_grads": True}
+    values["lora_fused_experts"] = adapts_experts
     take_adapters(reading, key, tuple(targets), tuple(excluded), lacks)
 
 
@@ -242,7 +255,8 @@ def take_adapters(
     values, reasons = reading.values, [*lacks]
     if targets and excluded:
         reasons.append("adapters of some linears but for others")
-    if not all(name.endswith(("*", "*_proj", *NAMES_OF_TRANSFORMERS)) for name in targets):
+    of_experts = OF_ROUTED_LAYERS if values.get("lora_fused_experts") else ()
+    if not all(name.endswith(("*", "*_proj", *NAMES_OF_TRANSFORMERS)) or name in of_experts for name in targets):
         reasons.append("adapters of other linears")
     if values.get("lora_rank") is not None and not reasons:
         values |= {"lora_target_modules": targets, "lora_exclude_modules": excluded}
@@ -427,7 +441,7 @@ def own_checkpoints(settings: MemorySettings, title: str) -> Own:
     }
 
 
-def own_transformers(scenario: Scenario, title: str) -> Own:
+def own_transformers(scenario: Scenario, title: str, *, adapts_experts: bool) -> Own:
     """Returns what verl and SkyRL have in common: who shares rows, what is sharded again, and the loss."""
     state, of_ranks = scenario.state, scenario.state.reshard_after_forward_ranks
     frees = state.reshard_after_forward != "none"
@@ -442,10 +456,10 @@ def own_transformers(scenario: Scenario, title: str) -> Own:
             of_ranks if frees else None,
             f"{title} has one key for it and for reshard_after_forward",
         ),
-    } | own_peft(scenario, title)
+    } | own_peft(scenario, title, adapts_experts=adapts_experts)
 
 
-def own_peft(scenario: Scenario, title: str) -> Own:
+def own_peft(scenario: Scenario, title: str, *, adapts_experts: bool) -> Own:
     """Returns what adapters of PEFT are, as `take_peft` reads them; nothing of a job without."""
     state, lora = scenario.state, scenario.state.lora
     if lora is None:
@@ -457,6 +471,9 @@ def own_peft(scenario: Scenario, title: str) -> Own:
     if not state.fp32_sharded_params and scenario.dtype != "fp32":
         own["lora_rank"] = (None, "memlab reads adapters of PEFT beside shards in fp32 only")
     own["lora_dropout_position"] = ("pre", "PEFT drops the inputs of adapters")
+    fused = replace(lora, fused_experts=True, dropout=0.0)
+    has_experts = any(True for _ in adapted_parameters(scenario.architecture, 1, fused))
+    own["lora_fused_experts"] = (adapts_experts and has_experts, f"the version of PEFT that {title} has decides it")
     if _has_patterns(lora):
         reason = "PEFT takes names of linears, and no patterns"
         own |= dict.fromkeys(("lora_target_modules", "lora_exclude_modules"), (None, reason))
@@ -471,5 +488,6 @@ def own_automodel(scenario: Scenario, title: str) -> Own:
         return {}
     return {
         "lora_fsdp2_library": ("automodel", f"{title} trains adapters of NeMo Automodel's own"),
+        "lora_fused_experts": (False, f"{title} has no adapters of PEFT"),
         "lora_enable_input_require_grads": (False, f"{title} lets no output of the embedding require a gradient"),
     }

@@ -268,16 +268,30 @@ def complete(reading: Reading) -> None:
     take_batch(reading)
     note_single_experts(reading)
     entries = reading.entries  # what memlab does not follow of a file may give them
-    if values.get("fine_grained_activation_offloading") and entries.environment.get("NVTE_CPU_OFFLOAD_V1") != "1":
-        reading.warnings.append(
-            "fine_grained_activation_offloading is on without NVTE_CPU_OFFLOAD_V1=1 in the job's environment, which "
-            "Megatron-LM refuses with Transformer Engine 2.10 or later: export it"
-        )
+    warn_of_offload(reading, "Megatron-LM")
     has_sizes = "num_layers" in entries.by_key and not (entries.get("use_checkpoint_args") or entries.warnings)
     if has_sizes and "max_position_embeddings" not in entries.by_key:
         reading.warnings.append(
             "max_position_embeddings is not in the file, and Megatron-LM refuses a job without it: give "
             "--set max_position_embeddings=NUMBER, at least seq_length; with rope it changes no memory"
+        )
+
+
+def warn_of_offload(reading: Reading, title: str) -> None:
+    """Warns of offloaded activations beside which Transformer Engine offloads weights too.
+
+    Args:
+        reading: Of the job.
+        title: Of the framework.
+    """
+    name, entries = "NVTE_CPU_OFFLOAD_V1", reading.entries
+    of_file = (entries.get(f"{section}.{name}") for section in ("env_vars", "ENV_VARS"))
+    if reading.values.get("fine_grained_activation_offloading") and "1" not in (
+        *(entries.environment.get(name), *map(str, of_file)),
+    ):
+        reading.warnings.append(
+            f"fine_grained_activation_offloading is on without {name}=1 in the job's environment, which {title} "
+            "refuses with Transformer Engine 2.10 or later: export it"
         )
 
 

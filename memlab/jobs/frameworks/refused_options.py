@@ -60,6 +60,16 @@ def _offloads_layers(reading: Reading) -> bool:
     return _is_on(reading, names[0]) or any(one.key == names[1] for one in reading.not_modelled)
 
 
+def _sets_overlaps(reading: Reading) -> bool:
+    """Whether Megatron-Bridge's ``comm_overlap`` replaces what the model's config says of these options.
+
+    ``delay_wgrad_compute`` and ``defer_embedding_wgrad_compute`` are then off, unless the section itself asks for them
+    (``setup`` in training/comm_overlap.py, 0.6.2).
+    """
+    keys = [key for key in reading.entries.by_key if key.startswith("comm_overlap.")]
+    return any(reading.entries.get(key) is not None for key in keys)
+
+
 def _selects(reading: Reading, module: str) -> bool:
     values = reading.values
     return values.get("recompute_granularity") == "selective" and module in (values.get("recompute_modules") or ())
@@ -77,10 +87,30 @@ _OF_CORE: tuple[_Rule, ...] = (
     *(
         _needs(*names)
         for names in (
-            ("delay_wgrad_compute", "overlap_moe_expert_parallel_comm"),
             ("ep_overlap_early_attn_memory_release", "overlap_moe_expert_parallel_comm"),
             ("fine_grained_activation_offloading", "offload_modules"),
         )
+    ),
+    (
+        lambda job: (
+            _has(job, "delay_wgrad_compute")
+            and not _has(job, "overlap_moe_expert_parallel_comm")
+            and (job.entries.get("comm_overlap.delay_wgrad_compute") or not _sets_overlaps(job))
+        ),
+        "delay_wgrad_compute without overlap_moe_expert_parallel_comm",
+        "give overlap_moe_expert_parallel_comm, or leave delay_wgrad_compute out",
+        "overlap_moe_expert_parallel_comm",
+    ),
+    (
+        lambda job: _has(job, "fine_grained_activation_offloading") and _offloads_layers(job),
+        *("fine_grained_activation_offloading with cpu_offloading", _ONE_OF_TWO, "fine_grained_activation_offloading"),
+    ),
+    (
+        lambda job: (
+            job.values.get("use_precision_aware_optimizer") and _value(job, "optimizer") in ("sgd", "muon", "dist_muon")
+        ),
+        "use_precision_aware_optimizer with another optimizer than adam",
+        *("leave use_precision_aware_optimizer out, or choose adam", "use_precision_aware_optimizer"),
     ),
     *(
         _needs_type(*names)
@@ -91,7 +121,11 @@ _OF_CORE: tuple[_Rule, ...] = (
         )
     ),
     (
-        lambda job: _is_on(job, "defer_embedding_wgrad_compute") and _ranks(job, "pipeline_model") == 1,
+        lambda job: (
+            _is_on(job, "defer_embedding_wgrad_compute")
+            and _ranks(job, "pipeline_model") == 1
+            and not _sets_overlaps(job)
+        ),
         "defer_embedding_wgrad_compute without pipeline stages",
         *("leave defer_embedding_wgrad_compute out", "pipeline_model_parallel_size"),
     ),
@@ -263,8 +297,33 @@ def _has_local_graphs_of_layers(job: Reading) -> bool:
     return _value(job, "cuda_graph_impl") == "local" and not is_other
 
 
-_OF_BRIDGE = (
+_OF_BRIDGE: tuple[_Rule, ...] = (
     *_OF_RANKS,
+    (
+        lambda job: (
+            job.values.get("use_precision_aware_optimizer")
+            and job.entries.get("optimizer.use_distributed_optimizer") is False
+        ),
+        "use_precision_aware_optimizer with optimizer.use_distributed_optimizer false",
+        *("switch the latter on, or leave the other out", "use_distributed_optimizer"),
+    ),
+    (
+        lambda job: (
+            job.entries.get("dist.use_decentralized_pg")
+            and job.entries.get("dist.use_gloo_process_groups") is not False
+        ),
+        "dist.use_decentralized_pg with Gloo's process groups",
+        *("give dist.use_gloo_process_groups false", "use_gloo_process_groups"),
+    ),
+    (
+        lambda job: (
+            any(job.entries.get(f"{section}.use_megatron_fsdp") for section in ("ddp", "dist"))
+            and any(job.entries.get(f"checkpoint.{name}") for name in ("save", "load"))
+            and job.entries.get("checkpoint.ckpt_format") != "fsdp_dtensor"
+        ),
+        "use_megatron_fsdp with checkpoints in another format",
+        *("give checkpoint.ckpt_format fsdp_dtensor", "ckpt_format"),
+    ),
     (
         _has_local_graphs_of_layers,
         "cuda_graph_impl local for graphs of layers",

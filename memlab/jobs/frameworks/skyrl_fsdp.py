@@ -197,7 +197,7 @@ def complete_engine(reading: Reading, policy: str, loss: str, chunk: str) -> Non
     # ``HFModelWrapper`` has fp32 parameters, unless the policy only generates.
     take_types(reading, shards="fp32", compute=values.pop("compute"), reduced=values.pop("reduced"))
     take_kept(reading, trains_all=values["lora_rank"] is None, is_torch_adam=True)
-    take_peft(reading, f"{policy}model.lora.rank")
+    take_peft(reading, f"{policy}model.lora.rank", adapts_experts=False)  # SkyRL 0.3.0 and a9564572 ask for PEFT 0.18.1
     take_shards(reading, f"{policy}fsdp_config.fsdp_size")
     take_resharding(reading)
     take_ulysses(reading)
@@ -331,7 +331,7 @@ def own_engine(scenario: Scenario) -> Own:
         "reshard_root_after_forward": (frees, "SkyRL's reshard_after_forward decides it"),
         "loss_of_transformers": (loss, "SkyRL computes log-probabilities, with flash-attn's kernel where it attends"),
     }
-    return own | own_transformers(scenario, "SkyRL")
+    return own | own_transformers(scenario, "SkyRL", adapts_experts=False)
 
 
 _NO_KEY = ("fsdp_version", "use_orig_params", "defer_fsdp_grad_sync", "adam_implementation")

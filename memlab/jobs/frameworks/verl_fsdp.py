@@ -294,7 +294,7 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
     _take_strategy(reading, strategy, engine)
     take_types(reading, shards=values.pop("shards"), compute=values.pop("compute"), reduced=values.pop("reduced"))
     _take_optimizer(reading, optim)
-    take_peft(reading, f"{model}.lora_rank")
+    take_peft(reading, f"{model}.lora_rank", adapts_experts=True)  # verl asks for no version of PEFT
     _take_version(reading)
     take_attention(reading, f"{model}.override_config.attn_implementation")
     take_logprobs(reading, loss, "logprobs_by_row")
@@ -501,7 +501,9 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
         "lora_dropout": (0.0, "memlab knows no key of verl for it under FSDP"),
     }
     return of_other_values(
-        scenario, settings, own | own_checkpoints(settings, title) | own_transformers(scenario, title)
+        scenario,
+        settings,
+        own | own_checkpoints(settings, title) | own_transformers(scenario, title, adapts_experts=True),
     ) | _of_adam(scenario)
 
 

@@ -115,7 +115,7 @@ def _take_veomni(reading: Reading, engine: str, optim: str) -> None:
     take_types(reading, shards="fp32" if is_mixed else "bf16", compute="bf16", reduced="fp32" if is_mixed else "bf16")
     take_ulysses(reading)
     trains_all = values.get("lora_rank") is None
-    take_peft(reading, f"{_MODEL if optim.startswith(_ACTOR) else 'model'}.lora_rank")
+    take_peft(reading, f"{_MODEL if optim.startswith(_ACTOR) else 'model'}.lora_rank", adapts_experts=True)
     is_adam = take_optimizer(reading, f"{optim}.optimizer", values.pop("optimizer"), ("adamw",))
     # ``fsdp_size`` counts copies of the data, and ranks that share a row have shards of their own (``fsdp_mesh``).
     values["ranks_of_shards"] *= values.get("context_parallel_size") or 1

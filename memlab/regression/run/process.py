@@ -21,6 +21,7 @@ from memlab.import_path import variables_that_import_memlab
 from memlab.record.notebook_result import RUN_FOLDER_VARIABLE
 
 _KILL_SECONDS = 30
+_EXEC_SECONDS = 1
 _MAX_MESSAGE_LETTERS = 500
 
 
@@ -149,8 +150,22 @@ def _processes_of(folder: Path) -> set[psutil.Process]:
 def _has_folder(process: psutil.Process, folder: Path) -> bool:
     if process.pid == os.getpid():
         return os.environ.get(RUN_FOLDER_VARIABLE) == str(folder)
-    run_folder = process.environ().get(RUN_FOLDER_VARIABLE)
+    run_folder = _environment(process).get(RUN_FOLDER_VARIABLE)
     return run_folder is not None and Path(run_folder).is_relative_to(folder)
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    """Returns a process's environment, which the kernel shows only at the end of exec: after `Popen` has returned.
+
+    Until then, on a busy machine for tens of milliseconds, a process has its program and neither arguments nor
+    environment. Only what takes a second for that is taken for one that has no environment.
+    """
+    if environment := dict[str, str](process.environ()):
+        return environment
+    deadline = time.monotonic() + _EXEC_SECONDS
+    while process.exe() and not process.cmdline() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return dict(process.environ())
 
 
 def _is_running(process: psutil.Process) -> bool:
