@@ -418,6 +418,8 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
     others = [command for command in script.commands if _script_and_words(command) is None]
     if framework_of_commands([[word for word, _ in command.words] for command in others]) is not None:
         return None
+    # Beside a line that gives a job's keys, other scripts prepare what it needs.
+    started = [one for one in started if is_job(one[1][1:])] or started
     found: list[tuple[Path, Command, list[str]]] = []
     for command, (name, *given) in started:
         file = _script_near(name, path)
@@ -483,7 +485,9 @@ def _take_configuration(
         name, folder = str(entry.value), ""
         if key == "config_name" and "config_path" in flags.by_key:
             folder = str(flags.by_key["config_path"].value)
-        base = path.parent / folder.replace(UNKNOWN, "") / name
+        # The beginning of a path that only the run knows is a folder where the job may be started.
+        below = folder.rpartition(UNKNOWN)[2].lstrip("/")
+        base = path.parent / (below if UNKNOWN in folder else folder) / name
         base = base if base.suffix in (".yaml", ".yml") else base.with_name(f"{base.name}.yaml")
         if framework.knows(key) and not entry.is_unknown:
             entries.by_key[key] = entry
@@ -493,9 +497,9 @@ def _take_configuration(
             if named is None or not _is_of(framework, program):
                 continue
             base = named[0].parent / named[1] / base.name
-        # The beginning of a path that only the run knows is a folder where the job may be started.
-        below = folder.rpartition(UNKNOWN)[2].lstrip("/") if UNKNOWN in folder else ""
-        others = [up / below / one for up in path.absolute().parents for one in {name, base.name}]
+        where = Path(below) / Path(name).with_name(base.name)
+        # A name alone says no folder, so that a file above the script may be another job's.
+        others = [up / where for up in path.absolute().parents] if key == "config" or len(where.parts) > 1 else []
         if key == "config_name" and "config_path" not in flags.by_key:
             others += [named[0].parent / named[1] / base.name] if named is not None else []
         base = next((one for one in (base, *others) if _is_file(one)), base)
@@ -538,7 +542,7 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
         entries.program = program
         _take_configuration_of_program(path, framework, entries)
         _take_file_in_source(path, framework, entries)
-    elif program is not None and framework.knows("config_name") and not str(program.value).startswith(framework.name):
+    elif framework.knows("config_name"):
         entries.program = program
     read_overrides(words, entries)
     _take_launcher(words, framework, entries)

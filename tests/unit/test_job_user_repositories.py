@@ -121,9 +121,24 @@ def test_a_configuration_is_found_below_the_folder_where_the_job_is_started(
     assert not any("not beside" in one for one in job.warnings)
 
 
+def test_a_configuration_of_another_folder_is_not_the_one_that_a_job_names(tmp_path: Path) -> None:
+    """Hydra looks in the folder of ``--config-path``, or in that of the program."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "ppo.yaml").write_text("data: {max_prompt_length: 7, max_response_length: 9}\n")
+    for start in ("--config-path=conf/exp1 --config-name=ppo", "--config-name=exp1/ppo", "--config-name=ppo"):
+        job = _read(tmp_path / "scripts" / "run.sh", VERL.format(f"{start} {ROWS}"))
+        assert all(one.value != 7 for one in job.taken if one.key == "data.max_prompt_length")
+        assert any("is not beside the script, so memlab takes the framework's own" in one for one in job.warnings)
+
+
+@pytest.mark.parametrize("start", ["", "--config-path=config --config-name=mine "])
 @pytest.mark.parametrize(("program", "is_own"), [("main_ppo", True), ("main_video_ppo", False)])
-def test_a_program_that_a_fork_adds_to_verl_is_not_verl_s_own(program: str, is_own: bool, tmp_path: Path) -> None:
-    text = VERL.replace("main_ppo", program).format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B")
+def test_a_program_that_a_fork_adds_to_verl_is_not_verl_s_own(
+    program: str, is_own: bool, start: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.yaml").write_text("data: {max_prompt_length: 100, max_response_length: 28}\n")
+    text = VERL.replace("main_ppo", program).format(f"{start}{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B")
     job = _read(tmp_path / "run.sh", text)
     assert any("is no program of verl's own" in one for one in job.warnings) is not is_own
 
@@ -216,8 +231,11 @@ def test_a_script_that_another_one_starts_by_the_path_of_another_machine_is_read
     assert any("the script starts base.sh, and memlab reads the job of that one" in one for one in job.warnings)
 
 
-def test_what_a_line_gives_to_a_script_that_is_not_there_is_no_whole_job(tmp_path: Path) -> None:
-    job = _read(tmp_path / "run.sh", f"bash /workspace/lost.sh actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B {ROWS}\n")
+@pytest.mark.parametrize("before", ["", "bash prepare.sh\n"])
+def test_what_a_line_gives_to_a_script_that_is_not_there_is_no_whole_job(before: str, tmp_path: Path) -> None:
+    (tmp_path / "prepare.sh").write_text("export HF_HOME=/models\n")
+    start = f"{before}bash /workspace/lost.sh actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B {ROWS}\n"
+    job = _read(tmp_path / "run.sh", start)
     assert "the script starts '/workspace/lost.sh', which is not near" in job.causes[0]
 
 
@@ -238,12 +256,21 @@ def test_a_rule_of_the_framework_is_no_definite_refusal_of_another_program(
 
 @pytest.mark.parametrize(
     ("program", "is_own"),
-    [("skyrl_train.entrypoints.main_base", True), ("skyrl.train.entrypoints.main_base", True), ("best.main", False)],
+    [
+        ("skyrl_train.entrypoints.main_base", True),
+        ("skyrl.train.entrypoints.main_base", True),
+        ("examples.train.algorithms.dapo.main_dapo", True),
+        ("examples/dapo/main_dapo.py", True),
+        ("examples.train.mini_swe_agent.main_mini_swe", False),
+        ("best.main", False),
+    ],
 )
-def test_a_program_that_is_not_skyrl_s_own_is_told(program: str, is_own: bool, tmp_path: Path) -> None:
+def test_a_program_that_may_train_on_other_sequences_than_skyrl_s_is_told(
+    program: str, is_own: bool, tmp_path: Path
+) -> None:
     keys = "trainer.policy.model.path=Qwen/Qwen3-0.6B trainer.strategy=fsdp2 trainer.micro_train_batch_size_per_gpu=1"
-    job = _read(tmp_path / "run.sh", f"python -m {program} {keys}\n")
-    assert any("is no program of SkyRL's own" in one for one in job.warnings) is not is_own
+    job = _read(tmp_path / "run.sh", f"python {'' if program.endswith('.py') else '-m '}{program} {keys}\n")
+    assert any("is a program that memlab does not know" in one for one in job.warnings) is not is_own
 
 
 def test_a_policy_without_a_gpu_is_asked_for(tmp_path: Path) -> None:
