@@ -10,6 +10,7 @@ gradient until the layer's next forward (verl #5251, Megatron-LM #3267). The rem
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -44,20 +45,23 @@ class Model(Protocol):
         """Yields its modules by name."""
 
 
-def find_retained(model: Model, of_replayed: Mapping[int, Sequence[Retained]]) -> list[Retained]:
+def find_retained(
+    model: Model, of_replayed: Mapping[int, Sequence[Retained]], seen: AbstractSet[int] = frozenset()
+) -> list[Retained]:
     """Finds the leaves other than parameters that module attributes keep allocated through their graphs.
 
     Args:
         model: Between two steps.
         of_replayed: By number of a layer whose last pass was replayed and has made no graph: what an equal layer keeps,
             with holders named from the layer on.
+        seen: Identities of the storages that this is about.
 
     Returns:
         One entry per leaf with the shortest path to it, in the order of the modules.
     """
     numbers = {id(layer): number for number, layer in enumerate(model.layers)}
     found: list[Retained] = []
-    seen: set[int] = set()
+    seen = set(seen)
     for name, module in model.named_modules():
         replayed = of_replayed.get(numbers.get(id(module), -1), ())
         found += [replace(one, holder=f"{name}.{one.holder}") for one in replayed]

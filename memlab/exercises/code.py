@@ -26,6 +26,10 @@ _ON_DEVICE = "the gradients are on the device: call resize_ only on a storage th
 """What to do if a load that nothing preceded takes memory away."""
 _IDLE = "your release frees no byte: empty the storage of each grad_data with resize_(0)"
 """What to do if the first release did nothing."""
+_PARTLY = "your release leaves bytes in every storage: resize_(0) empties one"
+"""What to do if the first release made storages smaller."""
+_LISTS = "Megatron keeps buffers in two lists: buffers and expert_parallel_buffers"
+"""What to do if one list of buffers was forgotten."""
 _OF_CURVE = "a step of this run has only static_bytes, peak_allocated_bytes and residual_bytes: judge by these"
 """What to do about an attribute that only a record has."""
 _OF_STEADY = "return spike where nothing stays and nothing grows, also where diagnose would call the run steady"
@@ -67,7 +71,7 @@ class CodeCheck(Goals):
         release, load = self._functions
         calls = (
             ("load, before anything was released", lab.load, _ON_DEVICE),
-            ("release", lab.offload, "Megatron keeps buffers in two lists: buffers and expert_parallel_buffers"),
+            ("release", lab.offload, _LISTS),
             ("a second release right after it", lab.offload, "the storage is empty then, and so is its size"),
             ("load", lab.load, _OF_LOAD),
             ("a second load right after it", lab.load, "the storage has its size already"),
@@ -87,9 +91,13 @@ class CodeCheck(Goals):
                     return self.goal(False, f"{what}: {error}", action)
                 audit = lab.audit_residency()
                 if audit.complaints:
-                    is_idle = call == lab.offload and audit.device_bytes("gradients") == num_bytes
-                    is_swapped = what == calls[0][0] and not audit.device_bytes("gradients")
-                    action = _IDLE if is_idle else _SWAPPED if is_swapped else hint
+                    left = audit.device_bytes("gradients")
+                    is_of_one_list = 0 < left < num_bytes and len(audit.complaints) == 1
+                    action = _LISTS if is_of_one_list and hint == _OF_LOAD else hint
+                    if what == "release" and not is_of_one_list:
+                        action = _IDLE if left == num_bytes else _PARTLY
+                    elif what == calls[0][0] and not left:
+                        action = _SWAPPED
                     return self.goal(False, f"after {what}, the audit finds: {audit.complaints[0]}", action)
         return self.goal(True, "after every release and load, every byte of the gradients is where it should be")
 

@@ -25,6 +25,8 @@ _OPTIMISM = 1.05
 """By how much more a module may save with others than it did by itself."""
 
 
+_Measures = tuple[tuple[float, ...], int]
+"""What points are compared by: as `criteria`, and the peak in bytes."""
 Likely = Callable[[], Iterator[tuple[Scenario, MemorySettings]]]
 """Returns the steps that a search will probably ask for next, the most probable first."""
 
@@ -151,14 +153,16 @@ class _Frontier:
         yield from first
         if first:
             return
-        before: list[Point] = []
+        before: list[_Measures] = []
         for settings in sorted(self.pending, key=self._order):
             estimate = self.pending[settings]
             if estimate is None:
                 yield settings
-            elif not any(self._is_no_better(estimate, point) for point in before):
+                continue
+            measures = self._measures(estimate)
+            if not any(_is_no_better(measures, point) for point in before):
                 yield settings
-                before.append(estimate)
+                before.append(measures)
 
     def add(self, settings: MemorySettings, ranks: list[Prediction]) -> Point:
         """Keeps a point, and prunes what is estimated to be no better than it on any criterion."""
@@ -284,19 +288,24 @@ class _Frontier:
         return min(1.0, left / max(1, self._num_layers - 1))
 
     def _prune(self, points: list[Point]) -> None:
+        predicted = [self._measures(point) for point in points]
         for settings, estimate in list(self.pending.items()):
-            if estimate is not None and any(self._is_no_better(estimate, point) for point in points):
+            if estimate is None:
+                continue
+            measures = self._measures(estimate)
+            if any(_is_no_better(measures, point) for point in predicted):
                 del self.pending[settings]
 
-    def _is_no_better(self, estimate: Point, point: Point) -> bool:
-        ours, theirs = (
-            criteria(each.peak_allocated_bytes, each.fits, each.work, self._limit_bytes, self._resolution)
-            for each in (estimate, point)
-        )
-        if ours == theirs:
-            return point.peak_allocated_bytes <= estimate.peak_allocated_bytes
-        return is_dominated(ours, theirs)
+    def _measures(self, point: Point) -> _Measures:
+        """Returns what a point, or an estimate, is compared by."""
+        peak = point.peak_allocated_bytes
+        return criteria(peak, point.fits, point.work, self._limit_bytes, self._resolution), peak
 
     def _order(self, settings: MemorySettings) -> tuple[Any, ...]:
         estimate = self.pending[settings]
         return (True,) if estimate is None else (not estimate.fits, estimate.work, estimate.peak_allocated_bytes)
+
+
+def _is_no_better(estimate: _Measures, point: _Measures) -> bool:
+    (ours, our_peak), (theirs, their_peak) = estimate, point
+    return their_peak <= our_peak if ours == theirs else is_dominated(ours, theirs)

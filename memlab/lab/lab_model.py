@@ -182,7 +182,7 @@ class LabModel:
 
     def retained(self) -> list[Retained]:
         """Returns the leaves that modules keep through graphs."""
-        return find_retained(self.engine, self.replay.kept_in_graphs())
+        return find_retained(self.engine, *self.replay.kept_in_graphs())
 
     def start_over(self) -> bool:
         """Makes a simulated model as it was when it was built; returns whether that was possible."""

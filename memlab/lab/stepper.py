@@ -55,17 +55,22 @@ class Stepper:
         Raises:
             NotReplayableError: If it cannot go on as recorded. The model is usable, with each group where it was.
         """
-        return self._records.make(*self._take(on_move, forward_only=forward_only, suspend_offload=suspend_offload))
+        measured, timeline = self._take(on_move, forward_only=forward_only, suspend_offload=suspend_offload)
+        assert timeline is not None, "it was asked for"
+        return self._records.make(measured, timeline)
 
     def warm_up(self, on_move: Callable[[], None] | None = None) -> StepRecord | None:
         """Takes one step as `step` does, and returns its record only if it ended early."""
-        measured, timeline = self._take(on_move, forward_only=False, suspend_offload=True)
-        return self._records.make(measured, timeline) if "status" in measured else None
+        measured, timeline = self._take(on_move, forward_only=False, suspend_offload=True, is_warm_up=True)
+        return self._records.make(measured, timeline) if "status" in measured and timeline is not None else None
 
     def _take(
-        self, on_move: Callable[[], None] | None, *, forward_only: bool, suspend_offload: bool
-    ) -> tuple[dict[str, Any], Timeline]:
-        """Takes one step, and returns what it has measured, and its timeline."""
+        self, on_move: Callable[[], None] | None, *, forward_only: bool, suspend_offload: bool, is_warm_up: bool = False
+    ) -> tuple[dict[str, Any], Timeline | None]:
+        """Takes one step, and returns what it has measured, and its timeline.
+
+        A warm-up step that ends as it should has none, unless the next step may repeat it.
+        """
         model, labels, meter, transfers = self.model, self.model.labels, self.model.meter, self.model.transfers
         circumstances = Circumstances(
             scenario=model.scenario,
@@ -104,7 +109,11 @@ class Stepper:
         self.sent_bytes = collectives.sent_since(sent_before)
         model.meter.categorise(model.categories())
         model.replay.categorise_retained()
-        timeline = model.meter.finish()
+        timeline = None
+        if is_warm_up and not plan.whole_step and "status" not in measured:
+            model.meter.drop()
+        else:
+            timeline = model.meter.finish()
         if "status" not in measured:
             model.replay.step_taken(plan, measured, forward_only=forward_only)
         return measured | {"forward_only": forward_only}, timeline

@@ -97,6 +97,14 @@ class Meter(Protocol):
             RuntimeError: If the meter missed a free, so that the timeline would be wrong.
         """
 
+    def drop(self) -> None:
+        """Ends the timeline that `start` began, and makes none.
+
+        Raises:
+            RuntimeError: As `finish`.
+        """
+        self.finish()
+
     def pool_of(self, tensor: torch.Tensor) -> str | None:
         """Returns the pool of a tensor's storage (`memlab.vocabulary.POOLS`); None for an unknown storage."""
 

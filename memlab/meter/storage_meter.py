@@ -107,6 +107,10 @@ class StorageMeter:
         self._log.end()
         return timeline
 
+    def drop(self) -> None:
+        self.storages.frees.check()
+        self._log.end()
+
     @property
     def looks(self) -> bool:
         return self._log.looks

@@ -46,9 +46,17 @@ class Dispatchers:
                 if isinstance(value, torch.Tensor):
                     yield Reference(number, name, spec_of(value)), value
 
+    def allocations(self, unit: Unit) -> set[tuple[Reference, int]]:
+        """Returns the references of a unit's dispatchers, and the identities of the allocations that they refer to."""
+        return {(each, id(self.meter.storages.allocation_of(tensor))) for each, tensor in self.tensors(unit)}
+
     def keeps_states(self, unit: Unit, given: torch.Tensor) -> bool:
         """Whether a unit's dispatchers refer to a graph in which one of its checkpoints keeps random states."""
         return have_checkpoint([tensor for _, tensor in self.tensors(unit)], given)
+
+    def have_graph(self, unit: Unit) -> bool:
+        """Whether a unit's dispatchers refer to a graph."""
+        return any(tensor.grad_fn is not None for _, tensor in self.tensors(unit))
 
     def detach(self, unit: Unit) -> None:
         """Drops the graph of an earlier pass, as a forward pass does that is not replayed."""
@@ -100,32 +108,36 @@ class Dispatchers:
         """
         if (self.step.is_moe_stage and not self.step.refills) or not self.step.replays:
             return
-        left, places = one.left, _places_of(one.left)
+        left, places, opening = one.left, _places_of(one.left), one.unit.opening
         missing = set(range(len(left.others))) - left.in_graph
-        if left.result is not None:
+        if left.result is not None and opening is None:
             places[id(left.result)] = len(left.others)
         found = []
         for reference, tensor in self.tensors(one.unit):
             own = places.get(id(self.meter.storages.allocation_of(tensor)), -1)
-            leaves = _tensors_of_leaves(tensor.grad_fn)
+            leaves = list(_tensors_of_leaves(tensor.grad_fn))
             kept = {own} | {places.get(id(self.meter.storages.allocation_of(each)), -1) for each in leaves}
             kept -= left.in_graph | {-1}
             missing -= kept
-            if kept:
-                found.append(Holder(reference, own, frozenset(kept)))
+            keeps_leaf = opening is not None and bool(leaves)
+            if kept or keeps_leaf:
+                found.append(Holder(reference, own, frozenset(kept), keeps_leaf))
         if missing or not found:
             return
         left.holders, seen = found, set[int]()
+        if opening is not None and opening is not one.unit:
+            return  # what they keep in graphs is found at the first layer of the checkpoint
         for place, layer in enumerate(one.unit.layers):
             of_layer = retained_by(self.units.layers[layer].named_modules(), seen)
             left.in_graphs += [(place, each) for each in of_layer]
 
-    def hold(self, one: Pass, result: torch.Tensor) -> None:
+    def hold(self, one: Pass, result: torch.Tensor, leaf: torch.Tensor | None) -> None:
         """Lets what a replayed pass leaves be freed where the dispatchers replace the tensors that keep it.
 
         Args:
             one: The pass. The pass that was stepped has shown what keeps it.
             result: The gradient of its input.
+            leaf: The input of the opened checkpoint that it is in.
         """
         meter, dispatchers, left = self.meter, self._of(one.unit), one.left
         specs = {holder.place: holder.reference.spec for holder in left.holders}
@@ -139,14 +151,14 @@ class Dispatchers:
             tensors[place] = meter.stand_in(*specs.get(place, of_bytes))
             meter.storages.follow(tensors[place].untyped_storage(), allocation)
         one.unit.held = []
-        for (number, name, spec), own, kept in left.holders:
+        for (number, name, spec), own, kept, keeps_leaf in left.holders:
             tensor = tensors.get(own)
             if tensor is None or spec_of(tensor) != spec:
                 tensor = meter.stand_in(*spec)
-            if kept != {own} or tensor is not tensors.get(own):
+            if kept != {own} or keeps_leaf or tensor is not tensors.get(own):
                 with unobserved():
                     tensor = tensor.detach()  # of the same storage; it must not keep itself
-                setattr(tensor, _KEPT, [tensors[place] for place in kept])
+                setattr(tensor, _KEPT, [*(tensors[place] for place in kept), *([leaf] if keeps_leaf else ())])
             setattr(dispatchers[number], name, tensor)
 
     def refer_to_what_is_left(self, one: Pass) -> None:
@@ -166,17 +178,22 @@ class Dispatchers:
             held[place] = weakref.ref(tensor.untyped_storage())
         one.unit.held = [held.get(place) for place in range(max(held, default=-1) + 1)]
 
-    def kept_in_graphs(self) -> dict[int, list[Retained]]:
-        """Returns by layer what its token dispatcher would keep in a graph, where stand-ins keep it."""
+    def kept_in_graphs(self) -> tuple[dict[int, list[Retained]], set[int]]:
+        """Returns by layer what its token dispatcher would keep in a graph, where stand-ins keep it.
+
+        Beside it the identities of the storages that this is about, which the graphs of other layers may keep too.
+        """
         found: dict[int, list[Retained]] = {}
+        storages: set[int] = set()
         for unit in self.units:
             one = unit.last_pass
             if one is None or one.source is None:
                 continue
-            if any(_KEPT in vars(tensor) for _, tensor in self.tensors(unit)):
-                for place, each in one.left.in_graphs:
-                    found.setdefault(unit.layers[place], []).append(each)
-        return found
+            kept = [each for _, tensor in self.tensors(unit) for each in vars(tensor).get(_KEPT, ())]
+            for place, each in one.left.in_graphs if kept else ():
+                found.setdefault(unit.layers[place], []).append(each)
+                storages |= {tensor.untyped_storage()._cdata for tensor in kept}
+        return found, storages
 
 
 def have_checkpoint(tensors: Iterable[torch.Tensor], given: torch.Tensor) -> bool:

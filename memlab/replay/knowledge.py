@@ -118,11 +118,7 @@ class Knowledge:
     def forward(self, one: Pass, given: torch.Tensor) -> Key:
         """Returns what decides about a forward pass."""
         unit = one.unit
-        # By places in this list the pass frees what an earlier one has left, maybe under other settings.
-        retained = tuple(
-            (unit.places.get(each.module, 0), each.phase, each.requested_bytes) for each in self.retention.of(unit)
-        )
-        earlier = retained, self.step.previous(one) is not None
+        earlier = self._retained(unit), self.step.previous(one) is not None
         shape, strides, dtype = spec_of(given)
         strides = tuple(stride for stride, size in zip(strides, shape, strict=True) if size > 1)
         circumstances = one.number > 0, earlier, shape, strides, dtype, given.requires_grad
@@ -130,7 +126,15 @@ class Knowledge:
 
     def without_graph(self, unit: Unit, given: torch.Tensor) -> Key:
         """Returns what decides about a pass through a layer in the forward pass of its checkpoint."""
-        return Key("without graph", unit.kind, spec_of(given))
+        retained = self._retained(unit)
+        return Key(
+            "without graph", unit.kind, (spec_of(given), retained), (unit.before, unit.after) if retained else ()
+        )
+
+    def _retained(self, unit: Unit) -> tuple[Any, ...]:
+        """Returns what a pass may free of an earlier one, maybe under other settings, by places in this list."""
+        retained = self.retention.of(unit)
+        return tuple((unit.places.get(each.module, 0), each.phase, each.requested_bytes) for each in retained)
 
     def backward(self, one: Pass, *, is_latest: bool) -> Key:
         """Returns what decides about a backward pass."""

@@ -68,6 +68,8 @@ class LayerReplay:
         self._replays_forward_only = False
         self._in_checkpoint = False
         """Whether the forward pass of an opened checkpoint runs."""
+        self._leaf: torch.Tensor | None = None
+        """The input of the opened checkpoint whose layers are stepped again."""
 
     @property
     def num_replayed(self) -> int:
@@ -83,7 +85,7 @@ class LayerReplay:
                 would free. The block is then needed only if an earlier step has replayed passes.
         """
         self.step.begin(self._live, plan)
-        self._units.divide(self._live, opens=plan.passes and not plan.offloads and not self.step.is_moe)
+        self._units.divide(self._live, opens=plan.opens)
         self._knowledge.begin_step(may_presume=self._may_presume(plan))
         self._in_checkpoint, self._replayer.num_replayed = False, 0
         self._replays_forward_only = plan.forward_only_passes
@@ -106,6 +108,7 @@ class LayerReplay:
             for unit in self._units:
                 self.retention.take_result(unit)
         finally:
+            self._leaf = None
             for layer, _ in originals:
                 del layer.forward
 
@@ -192,16 +195,22 @@ class LayerReplay:
         is_leaf = given.requires_grad and given.grad_fn is None and not self.step.refills
         one = Pass(unit, number, self._meter.storages.allocation_of(given), self._calls.next_groups(), is_leaf)
         unit.last_pass = one
+        if unit.opening is unit:
+            self._leaf = given
+        leaf = self._leaf
+        if unit.ends_checkpoint:
+            self._leaf = None
         key = self._knowledge.forward(one, given)
         known = self._knowledge.forward_of(one, key)
         if known is not None and self._replayer.may_replay(one, key, known, given):
             self._knowledge.begin_forward(one, key, known)
-            return self._replayer.forward(one, known, given)
+            return self._replayer.forward(one, known, given, leaf)
         if unit.is_replayed and self.step.refills and self.step.overlaps:
             raise NotReplayableError(f"a later forward pass of layer {unit.layers[0]} is not known")
         return self._recorder.forward(one, given, step)
 
     def _pass_without_graph(self, unit: Unit, given: torch.Tensor, step: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.retention.take_result(unit)
         one = Pass(unit, 0, self._meter.storages.allocation_of(given))
         known = self._knowledge.get(self._knowledge.without_graph(unit, given))
         if known is not None and known.is_proven and one.input is not None:

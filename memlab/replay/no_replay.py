@@ -94,9 +94,12 @@ class NoReplay:
     def categorise_retained(self) -> None:
         """Gives what replayed passes left allocated its category."""
 
-    def kept_in_graphs(self) -> dict[int, list[Retained]]:
-        """Returns by layer what its token dispatcher would keep in a graph, where a replayed pass has made none."""
-        return {}
+    def kept_in_graphs(self) -> tuple[dict[int, list[Retained]], set[int]]:
+        """Returns by layer what its token dispatcher would keep in a graph, where a replayed pass has made none.
+
+        Beside it the identities of the storages that this is about, which the graphs of other layers may keep too.
+        """
+        return {}, set()
 
     def release(self) -> None:
         """Frees what replayed passes retain, and drops the model."""

@@ -74,6 +74,8 @@ class Holder(NamedTuple):
     """Of the tensor's own storage in what is left, the result last; -1 if it is not there."""
     kept: frozenset[int]
     """Places of all that it keeps."""
+    keeps_leaf: bool = False
+    """Whether its graph keeps the input of the opened checkpoint that the pass is in, and its gradient."""
 
 
 @dataclass(slots=True, eq=False)
@@ -126,6 +128,10 @@ class Unit:
     """Whether full recompute steps its layers again in backward."""
     is_in_checkpoint: bool = False
     """Whether it is a layer of a checkpoint that is opened: its layers are units, and not the checkpoint."""
+    ends_checkpoint: bool = False
+    """Whether it is the last layer of such a checkpoint."""
+    opening: Unit | None = None
+    """The first layer of such a checkpoint."""
     ends_chunk: bool = False
     """Whether no layer of its chunk of the model follows it."""
     last_pass: Pass | None = None
@@ -140,7 +146,7 @@ class Unit:
 
     @property
     def is_first(self) -> bool:
-        """Whether no other unit of its chunk of the model is before it."""
+        """Whether no other unit is before it in its chunk of the model, or in its checkpoint."""
         return self.before == NO_UNIT
 
 

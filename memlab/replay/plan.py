@@ -36,6 +36,8 @@ class Plan:
     """Whether replayed passes have to tell Megatron's offload manager."""
     recomputes_moe: bool = False
     """Whether MoE layers are recomputed as a whole."""
+    opens: bool = False
+    """Whether each layer of a large checkpoint may be replayed by itself."""
     forward_only_passes: bool = False
     """Passes through layers in a step without backward, after the first one of each layer."""
 
@@ -85,6 +87,9 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         passes &= not (follows_full_recompute or has_limit or is_mixed_stage or (recomputes_moe and has_chunks))
     if offloads:
         passes &= not (has_stages or overlaps or settings.activation_offload_fraction != 1 or has_limit)
+    # What a dispatcher's graph keeps of its checkpoint is known to belong to layers with experts of one model.
+    is_followed = not (has_stages or scenario.state.lora is not None or settings.checkpoint_input_remedy is not None)
+    opens = not is_moe or (is_followed and scenario.architecture.moe_layer_freq is None)
     return Plan(
         passes=passes,
         microbatches=repeats and not offloads and layout.virtual_pipeline_model_parallel_size == 1,
@@ -92,5 +97,6 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         whole_step=are_equal and not overlaps and not offloads and not is_graphed,
         offloads=passes and offloads,
         recomputes_moe=passes and recomputes_moe,
+        opens=passes and opens and not offloads,
         forward_only_passes=repeats and step.forward_only and not offloads and not has_limit,
     )

@@ -101,15 +101,37 @@ class Recorder:
         return result
 
     def forward_without_graph(self, one: Pass, given: torch.Tensor, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Steps a layer in the forward pass of its checkpoint, which leaves nothing but its output."""
-        mark = self._mark()
+        """Steps a layer in the forward pass of its checkpoint.
+
+        Such a pass leaves its output, and what the layer's token dispatcher refers to.
+        """
+        unit, meter, key = one.unit, self.meter, self.knowledge.without_graph(one.unit, given)
+        known = {id(each): Role(RETAINED, place) for place, each in enumerate(self.retention.of(unit))}
+        if one.input is not None:
+            known[id(one.input)] = Role(INPUT, 0)
+        before, mark = self.dispatchers.allocations(unit), self._mark()
         result = self.stepped(step)
-        recorded = self._record(one, mark, {} if one.input is None else {id(one.input): Role(INPUT, 0)})
-        if recorded is not None:
-            recording, allocations = recorded
-            if [allocations[role] for role in recording.live] == [self.meter.storages.allocation_of(result)]:
-                key = self.knowledge.without_graph(one.unit, given)
-                self.knowledge.learn(key, self._known(one, mark, recording, recording.live[0], result, Calls((), ())))
+        self.retention.drop_freed(unit, by_pass=True)
+        are_all_freed = not self.retention.of(unit)
+        recorded = self._record(one, mark, known)
+        if recorded is None:
+            # The layer's next pass may free what this one has left.
+            recorded, are_all_freed = self._record(one, mark, known, ignores_unknown=True), False
+        if recorded is None:
+            return result
+        recording, own = recorded
+        output = _place_of(meter.storages.allocation_of(result), own)
+        others = [role for role in recording.live if role != output]
+        left = one.left = Left(None, [own[role] for role in others])
+        self.dispatchers.read_what_refers(one)
+        unit.held = [storage_of(each) for each in left.others]
+        self.retention.replace(unit, [*self.retention.of(unit), *left.others])
+        left.referred.sort(key=lambda each: each[0])
+        is_known = output in recording.live and [place for place, _ in left.referred] == list(range(len(others)))
+        referred = {reference for _, reference in left.referred}
+        is_known &= all(reference in referred for reference, _ in self.dispatchers.allocations(unit) - before)
+        if is_known and are_all_freed and not self.dispatchers.have_graph(unit):
+            self.knowledge.learn(key, self._known(one, mark, recording, output, result, Calls((), ())))
         return result
 
     def stepped(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -250,6 +272,8 @@ class Recorder:
         if any(each is not None and each.phase == _BACKWARD and each.num_bytes for each in one.reloaded):
             return False  # something else keeps a copy that a replay would free
         left = one.left
+        if one.unit.is_in_checkpoint:  # the graph of what a dispatcher refers to may keep the checkpoint's input
+            return not self.step.is_moe or bool(left.holders)
         return not (self.step.is_moe and one.unit.is_checkpoint and left.retained()) or bool(left.holders)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,8 +88,15 @@ class Replayer:
         # What the dispatchers of MoE layers that follow checkpoints refer to keeps random states of these.
         return self.step.is_moe_stage or self.step.moe_follows_checkpoints or unit.keeps_states or known.keeps_states
 
-    def forward(self, one: Pass, known: Known, given: torch.Tensor) -> torch.Tensor:
-        """Replays a forward pass, and returns its output: the result of a node that replays its backward."""
+    def forward(self, one: Pass, known: Known, given: torch.Tensor, leaf: torch.Tensor | None) -> torch.Tensor:
+        """Replays a forward pass, and returns its output: the result of a node that replays its backward.
+
+        Args:
+            one: The pass.
+            known: What it does.
+            given: Its input.
+            leaf: The input of the opened checkpoint that it is in.
+        """
         one.unit.is_replayed = True
         self.num_replayed += len(one.unit.layers)
         self._begin_forward(one.unit)
@@ -98,7 +106,7 @@ class Replayer:
         one.saves_input = source.saves_input
         if one.saves_input is None:
             one.saves_input = source.input is not None and source.input.num_bytes > 0
-        result: torch.Tensor = _StandIn.apply(given, self, one, known)
+        result: torch.Tensor = _StandIn.apply(given, self, one, known, leaf)
         return result
 
     def forward_without_graph(self, one: Pass, known: Known) -> torch.Tensor:
@@ -108,7 +116,23 @@ class Replayer:
         replay = self._run(one, known.recording, None)
         replay.is_over = True
         collectives.send_again(known.sent)
-        return self._result(replay, known)
+        result = self._result(replay, known)
+        self._refer(one, replay, known)
+        return result
+
+    def _refer(self, one: Pass, replay: Replay, known: Known) -> None:
+        """Lets what a pass without a graph leaves, beside its output, stay in what the token dispatchers refer to."""
+        unit, referred, totals = one.unit, known.source.left.referred, replay.recording.totals
+        self.dispatchers.let_go_of_stand_ins(unit)
+        roles = [role for role in replay.recording.live if role != known.result]
+        left, unit.held = [], []
+        for role, (_, reference) in zip(roles, referred, strict=True):
+            tensor = self.meter.stand_in(*reference.spec)
+            left.append(self.meter.separate(replay, role, totals[Role(OWN, role)]))
+            self.meter.storages.follow(tensor.untyped_storage(), left[-1])
+            self.dispatchers.refer(unit, reference, tensor)
+            unit.held.append(weakref.ref(tensor.untyped_storage()))
+        self.retention.replace(unit, left)
 
     def _begin_forward(self, unit: Unit) -> None:
         enter_layers(self.labels, unit.layers)
@@ -131,7 +155,7 @@ class Replayer:
         self.dispatchers.let_go_of_stand_ins(unit)
         return self._result(one.replay, known)
 
-    def gradient_of(self, one: Pass, gradient: torch.Tensor) -> torch.Tensor:
+    def gradient_of(self, one: Pass, gradient: torch.Tensor, leaf: torch.Tensor | None) -> torch.Tensor:
         """Has the events of a backward pass, and returns the gradient of the input."""
         unit, meter, forward = one.unit, self.meter, one.replay
         assert forward is not None, "only a replayed pass has this node"
@@ -157,17 +181,17 @@ class Replayer:
         of_source = known.source.left
         one.source, one.kept = known.source, result if keeps_result else None
         one.left = replace(of_source, result=meter.storages.allocation_of(result), others=others)
-        self._leave(one, result)
+        self._leave(one, result, leaf)
         for layer in reversed(unit.layers):
             self.communication.after_backward(layer)
         return result
 
-    def _leave(self, one: Pass, result: torch.Tensor) -> None:
+    def _leave(self, one: Pass, result: torch.Tensor, leaf: torch.Tensor | None) -> None:
         """Lets what a replayed backward pass leaves stay where a stepped one would leave it."""
         unit, meter, left = one.unit, self.meter, one.left
         if left.holders:
             one.kept = None  # the holders keep it, or nothing does
-            self.dispatchers.hold(one, result)
+            self.dispatchers.hold(one, result, leaf)
             self.retention.replace(unit, left.retained())
             return
         is_retained = unit.last_pass is one or self.step.refills
@@ -264,8 +288,10 @@ class _StandIn(torch.autograd.Function):
     """Takes the place of a unit."""
 
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, replayer: Replayer, one: Pass, known: Known) -> torch.Tensor:
-        ctx.replayer, ctx.one = replayer, one
+    def forward(
+        ctx: Any, given: torch.Tensor, replayer: Replayer, one: Pass, known: Known, leaf: torch.Tensor | None
+    ) -> torch.Tensor:
+        ctx.replayer, ctx.one, ctx.leaf = replayer, one, leaf
         ctx.given = given if one.saves_input else None  # as the layer saves it for backward
         ctx.end = replayer.at_end_of_graph(one)
         # Tensors of the tracker, which the embedding replaces, and not copies: no pass through a layer allocates them.
@@ -273,10 +299,10 @@ class _StandIn(torch.autograd.Function):
         return replayer.output_of(one, known)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        result = ctx.replayer.gradient_of(ctx.one, gradient)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        result = ctx.replayer.gradient_of(ctx.one, gradient, ctx.leaf)
         del ctx.given
-        return result, None, None, None
+        return result, None, None, None, None
 
 
 def _replays_throughout(one: Pass) -> bool:

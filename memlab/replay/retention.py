@@ -79,6 +79,7 @@ class Retention:
     def take_result(self, unit: Unit) -> None:
         """Counts what a unit's last pass returned as retained, if it is still allocated: a checkpoint's leaf has it."""
         self.drop_freed(unit)
+        self._take_leaf(unit)
         one = unit.last_backward
         if one is None or one.is_leaf or not (one is unit.last_pass or self.step.refills):
             return
@@ -91,6 +92,20 @@ class Retention:
                 self.hold(unit, result, place)
             retained.append(result)
         one.kept = None
+        self.replace(unit, retained)
+
+    def _take_leaf(self, unit: Unit) -> None:
+        """Counts the input of an opened checkpoint, and its gradient, as retained by its last layer.
+
+        The graph of each of its layers may keep them, and the last layer is the last one whose next pass drops it.
+        """
+        first = unit.opening.last_backward if unit.opening is not None and unit.ends_checkpoint else None
+        if first is None:
+            return
+        retained = self.of(unit)
+        for each in (first.input, first.left.result):
+            if each is not None and each.num_bytes and not any(each is known for known in retained):
+                retained.append(each)
         self.replace(unit, retained)
 
     def hold(self, unit: Unit, allocation: StorageAllocation, place: int) -> None:

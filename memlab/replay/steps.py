@@ -21,6 +21,7 @@ from memlab.replay.layers import LayerReplay
 from memlab.replay.microbatches import MicrobatchReplay
 from memlab.replay.no_replay import NoReplay, StepParts
 from memlab.replay.plan import Circumstances, Plan, plan_step
+from memlab.replay.units import MOST_UNOPENED
 from memlab.replay.update import UpdateReplay
 
 
@@ -123,7 +124,7 @@ class StepReplay(NoReplay):
     def categorise_retained(self) -> None:
         self._layers.retention.categorise()
 
-    def kept_in_graphs(self) -> dict[int, list[Retained]]:
+    def kept_in_graphs(self) -> tuple[dict[int, list[Retained]], set[int]]:
         return self._layers.dispatchers.kept_in_graphs()
 
     def release(self) -> None:
@@ -139,8 +140,9 @@ def replay_of(engine: Engine, labels: Labels, meter: Meter, *, is_wanted: bool) 
 
 
 def _keeps_groups(former: MemorySettings, settings: MemorySettings | None) -> bool:
-    """Whether each unit of replay covers whole checkpoints of a former uniform full recompute."""
+    """Whether each unit of replay covers whole checkpoints of a former uniform full recompute, or has the same ones."""
     if settings is None or former.recompute_method != "uniform":
         return False
     size = (settings.recompute_num_layers or 1) if settings.recompute_method == "uniform" else 1
-    return size % (former.recompute_num_layers or 1) == 0
+    former_size = former.recompute_num_layers or 1
+    return size == former_size or (size % former_size == 0 and size <= MOST_UNOPENED)

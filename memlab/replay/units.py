@@ -1,7 +1,8 @@
 """The units of a model that replay steps or repeats: a layer, or under full recompute the layers of one checkpoint.
 
 A checkpoint of many layers is opened: its layers are units, once in the checkpoint's forward pass, and again in the
-recompute and the backward that follows it.
+recompute and the backward that follows it. The token dispatchers of MoE layers keep the graph of the recompute, and
+with it the checkpoint's input and its gradient, until the last layer of the checkpoint has its next pass.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from memlab.meter.allocations import StorageAllocation
 from memlab.meter.labels import Labels
 from memlab.replay.passes import NO_UNIT, Unit
 
-_MOST_UNOPENED = 2
+MOST_UNOPENED = 2
 """The most layers that a checkpoint may have to be one unit. In a larger checkpoint, each layer is a unit, of which
 recompute steps only some in the checkpoints that backward reaches first."""
 
@@ -102,9 +103,10 @@ class Units:
             for at in range(first, end, size):
                 unit = self._unit(tuple(range(at, min(at + size, end))), former)
                 unit.is_checkpoint, unit.is_in_checkpoint = is_uniform or at - first < num_recomputed, False
+                unit.ends_checkpoint, unit.opening = False, None
                 unit.ends_chunk = unit.layers[-1] == end - 1
                 units.append(unit)
-                if opens and unit.is_checkpoint and len(unit.layers) > _MOST_UNOPENED:
+                if opens and unit.is_checkpoint and len(unit.layers) > MOST_UNOPENED:
                     self._open(unit, chunk, former)
             self._place(units, chunk)
             first = end
@@ -115,15 +117,16 @@ class Units:
         units = [self._unit((layer,), former) for layer in checkpoint.layers]
         for unit in units:
             unit.is_checkpoint, unit.is_in_checkpoint, unit.ends_chunk = False, True, False
-        self._place(units, chunk, len(units))
+            unit.ends_checkpoint, unit.opening = unit is units[-1], units[0]
+        self._place(units, chunk)
 
-    def _place(self, units: list[Unit], chunk: int, num_in_checkpoint: int = 0) -> None:
+    def _place(self, units: list[Unit], chunk: int) -> None:
         """Says of units in a row what decides about their passes."""
         for unit in units:
             of_layers = (self.kinds_of_layers[layer] for layer in unit.layers)
             is_in_front = unit.layers[0] < self._without_gradient[chunk]
             seen = self._seen[unit.is_checkpoint or unit.is_in_checkpoint]
-            kind = chunk, num_in_checkpoint, unit.is_checkpoint, is_in_front, seen, *of_layers
+            kind = chunk, unit.is_in_checkpoint, unit.is_checkpoint, is_in_front, seen, *of_layers
             unit.kind = self._kinds.setdefault(kind, len(self._kinds))
             structure = "structure", *kind[:4], seen.recompute_granularity, seen.recompute_modules, *kind[5:]
             unit.structure = self._kinds.setdefault(structure, len(self._kinds))
@@ -136,7 +139,7 @@ class Units:
             num_equal[unit.before, unit.kind, unit.after] += 1
         for unit in units:
             unit.num_equal_after = num_equal[unit.before, unit.kind, unit.after] - unit.num_equal_before - 1
-        if not num_in_checkpoint:
+        if not units[0].is_in_checkpoint:
             _number_rows(units)
 
     def _unit(self, layers: tuple[int, ...], former: dict[tuple[int, ...], Unit]) -> Unit:

@@ -119,6 +119,13 @@ OTHER_MOVES |= {
 }
 WRONG_MOVES = {
     "nothing": ("pass", "pass", "Hint: your release frees no byte: empty the storage of each grad_data with resize_(0)."),
+    "half of each storage": (
+        RELEASE.replace("resize_(0)", "resize_(storage.size() // 2)"), LOAD, "leaves bytes in every storage: resize_(0) empties",
+    ),
+    "the experts forgotten in the load": (RELEASE, LOAD.replace(ALL, "model.buffers"), "Megatron keeps buffers in two lists"),
+    "all but the experts forgotten in the load": (
+        RELEASE, LOAD.replace(ALL, "model.expert_parallel_buffers"), "Megatron keeps buffers in two lists",
+    ),
     "arithmetic": (RELEASE, LOAD.replace(".zero_()", " *= 0"), "'grad_data' and 'int'): grad_data.zero_() fills it with zeros"),
     "the experts forgotten": (RELEASE.replace(ALL, "model.buffers"), LOAD, "held by expert_parallel_buffers.grad_data"),
     "only the first buffer of each list": (

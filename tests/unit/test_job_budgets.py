@@ -267,7 +267,7 @@ def test_rows_of_all_ranks_of_a_pass_without_backward_are_said(
         (8, False, "verl.trainer.main_ppo", True, False),
         (8, False, "recipe.atropos.main_atropos", False, True),
         (16, False, "verl.trainer.main_ppo", False, False),
-        (8, True, "verl.trainer.main_ppo", False, False),
+        (8, True, "verl.trainer.main_ppo", False, True),
         (0, False, "verl.trainer.main_ppo", False, False),
         ("$PROMPTS", False, "verl.trainer.main_ppo", False, False),
     ],

@@ -259,3 +259,17 @@ def test_rows_of_all_ranks_count_prompts_in_the_first_verl(tmp_path: Path) -> No
     keys = "actor_rollout_ref.actor.ppo_micro_batch_size=16 actor_rollout_ref.rollout.n=2"
     job = _read(_checkout(tmp_path, "0.1") / "run.sh", VERL.format(keys))
     assert job.required()[0].seq_length == 128 * 16 // 4 * 2
+
+
+@pytest.mark.parametrize(("prompts", "is_told"), [(64, False), (16, True)])
+def test_a_mini_batch_of_more_prompts_than_a_step_is_told_with_dynamic_batches(
+    prompts: int, is_told: bool, tmp_path: Path
+) -> None:
+    actor = "actor_rollout_ref.actor"
+    keys = (
+        f"{actor}.use_dynamic_bsz=true {actor}.ppo_mini_batch_size=64 data.train_batch_size={prompts} "
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"
+    )
+    job = _read(tmp_path / "run.sh", VERL.format(keys))
+    assert job.cannot_start is None
+    assert any("verl does not check with dynamic batches" in one for one in job.warnings) is is_told

@@ -395,6 +395,56 @@ def test_the_layers_of_large_checkpoints_are_replayed(
         require_identical(one, other)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "layers_per_checkpoint"),
+    [
+        ({"num_layers": 12}, (4, 12)),
+        rarely({"num_layers": 12, "num_microbatches": 3}, (6, 3, 12, 4, 1)),
+        rarely(
+            {
+                "num_layers": 12,
+                "num_microbatches": 2,
+                "layout": Layout(expert_model_parallel_size=2, data_parallel_size=2),
+                "state": TrainingState(overlap_grad_reduce=True, overlap_param_gather=True),
+            },
+            (6, 4),
+        ),
+        rarely({"num_layers": 12, "state": TrainingState(moe_token_dispatcher_type="allgather")}, (4, 3)),
+    ],
+)
+def test_the_layers_of_large_checkpoints_are_replayed_where_dispatchers_keep_the_input_of_the_checkpoint(
+    arguments: dict[str, Any], layers_per_checkpoint: tuple[int, ...]
+) -> None:
+    """The input and its gradient are freed by the next pass of the checkpoint's last layer, as where all is stepped."""
+    records: dict[bool, list[StepRecord]] = {False: [], True: []}
+    retained: dict[bool, list[Any]] = {False: [], True: []}
+    for replay, taken in records.items():
+        with Lab("qwen3-moe-tiny", seq_length=64, **arguments, backend="simulated", replay=replay) as lab:
+            model: Any = inside(lab).model
+            num_passes = len(model.engine.layers)
+            for size in layers_per_checkpoint:
+                assert lab.start_over()
+                settings = replace(_FULL, recompute_num_layers=size)
+                taken += [lab.step(settings, warm_up=False), lab.step(warm_up=False)]
+                assert (model.replay.num_replayed > num_passes) == replay or size == 1
+                retained[replay].append(lab.retained())
+                assert size == 1 or len(retained[replay][-1]) == num_passes // size
+                taken += [lab.step(MemorySettings(), warm_up=False), lab.step(settings, warm_up=False)]
+    assert retained[True] == retained[False]
+    for one, other in zip(*records.values(), strict=True):
+        require_identical(one, other)
+
+
+def test_checkpoints_of_another_size_have_the_passes_that_are_known() -> None:
+    with Lab("qwen3-moe-tiny", num_layers=12, seq_length=64, backend="simulated") as lab:
+        for size in (4, 3):
+            assert lab.start_over()
+            lab.step(replace(_FULL, recompute_num_layers=size), warm_up=False)
+            lab.step(warm_up=False)
+        model: Any = inside(lab).model
+        assert model.replay.num_replayed == 2 * 12, "in a forward pass, and in a recompute"
+
+
 @pytest.mark.parametrize("pattern", [(0, 0, 0, 1), rarely((1, 0))])
 def test_dense_and_moe_layers_that_follow_a_pattern_are_replayed(pattern: tuple[int, ...]) -> None:
     """Of each kind between the same neighbours, four are stepped: in forward the first two, in backward the last."""

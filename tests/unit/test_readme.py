@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import memlab
-from memlab.cli import build_parser
+from memlab.cli import build_parser, main
 from memlab.config.architectures import ARCHITECTURES
 from memlab.config.option import options_of
 from memlab.config.training_state import TrainingState
@@ -26,6 +26,11 @@ PAGES = {
     for path in (ROOT / "README.md", ROOT / "labs" / "SCALING_UP.md", *sorted(BOOK.glob("*.md")))
 }
 EVERYTHING = "\n".join(PAGES.values())
+TP2 = "--tensor-model-parallel-size 2 --world-size 8"
+ADAPTERS = (
+    "--lora-rank 16 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
+    "--cross-entropy-loss-fusion"
+)
 COMMAND = r"memlab (?:measure|predict|search|job|compare|run|nightly|baseline|results|doctor|lab|course)\b"
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
 
@@ -125,6 +130,24 @@ def test_the_examples_run() -> None:
     names["lab"].close()  # type: ignore[attr-defined]
     assert names["full"].peak_allocated_bytes < names["plain"].peak_allocated_bytes  # type: ignore[attr-defined]
     assert names["record"].offloaded_bytes_by_module  # type: ignore[attr-defined]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "place", "step"),
+    [
+        ("full_size", r"here ([\d,]+) fit,", f"phi-4 {TP2} --gpu-memory 79GiB --packed-sequences 1"),
+        ("adapters", r"Llama 3.1 8B \| 24 GiB \| ([\d,]+) tokens", f"llama-3.1-8b {ADAPTERS} --gpu-memory 24GiB"),
+        ("adapters", r"phi-4 \| 48 GiB \| ([\d,]+) tokens", f"phi-4 {ADAPTERS} --gpu-memory 48GiB"),
+    ],
+)
+def test_the_longest_sequence_of_a_page_fits_and_one_with_64_tokens_more_does_not(
+    page: str, place: str, step: str
+) -> None:
+    (tokens,) = re.findall(place, (BOOK / f"{page}.md").read_text())
+    longest = int(tokens.replace(",", ""))
+    codes = [main(["predict", *step.split(), "--seq-length", f"{each}"]) for each in (longest, longest + 64)]
+    assert codes[0] == 0 and codes[1] in (1, 3)
 
 
 def test_the_book_lists_every_page() -> None:

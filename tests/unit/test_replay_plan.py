@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memlab import Layout, MemorySettings, TrainingState
+from memlab import Layout, LoRA, MemorySettings, TrainingState
 from memlab.config.architectures import ARCHITECTURES, Architecture
 from memlab.config.scenario import Scenario
 from memlab.replay.plan import Circumstances, Plan, plan_step
@@ -50,7 +50,7 @@ def plan(
 
 
 def test_everything_of_a_plain_step_is_replayed() -> None:
-    assert plan() == Plan(passes=True, microbatches=True, update=True, whole_step=True)
+    assert plan() == Plan(passes=True, microbatches=True, update=True, whole_step=True, opens=True)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,19 @@ def test_everything_of_a_plain_step_is_replayed() -> None:
 def test_what_may_differ_or_is_looked_at_is_stepped(arguments: dict[str, Any], stepped: set[str]) -> None:
     found = plan(**arguments)
     assert {part for part in PARTS if not getattr(found, part)} == stepped
+
+
+def test_layers_of_checkpoints_are_replayed_alone_where_it_is_known_what_keeps_their_input() -> None:
+    adapters = TrainingState(lora=LoRA(rank=8))
+    assert plan(settings=FULL).opens
+    assert plan(settings=FULL, **STAGES).opens
+    assert plan(settings=FULL, state=adapters).opens
+    assert plan("qwen3-moe-tiny", FULL).opens
+    assert not plan("qwen3-moe-tiny", FULL, **STAGES).opens
+    assert not plan("qwen3-moe-tiny", FULL, state=adapters).opens
+    assert not plan("qwen3-moe-tiny", RELEASE).opens
+    assert not plan(ALTERNATING, FULL).opens
+    assert not plan(settings=OFFLOAD).opens
 
 
 def test_passes_without_backward_are_replayed_apart() -> None:

@@ -465,7 +465,7 @@ def check_sequences(reading: Reading) -> None:
     if not reading.get(f"{_ACTOR}.use_dynamic_bsz"):
         keys = {f"{_ACTOR}.ppo_mini_batch_size": 256, f"{_ROLLOUT}.n": 1}
         check_batches(reading, keys, (f"{_ACTOR}.ppo_micro_batch_size_per_gpu", 1), "verl")
-        _check_prompts(reading)
+    _check_prompts(reading)
 
 
 def _check_prompts(reading: Reading) -> None:
@@ -479,6 +479,13 @@ def _check_prompts(reading: Reading) -> None:
     if not isinstance(prompts, int) or not isinstance(mini_batch, int) or not 0 < prompts < mini_batch:
         return
     broken = f"{key} is {mini_batch}, more than the {prompts} prompts of data.train_batch_size"
+    if reading.get(f"{_ACTOR}.use_dynamic_bsz"):
+        reading.warnings.append(
+            f"{broken}, which verl does not check with dynamic batches: the first update stops there (make_iterator in "
+            "verl/utils/tensordict_utils.py) unless the program makes more sequences, and earlier workers take fewer "
+            "micro-batches than memlab says, of the same size"
+        )
+        return
     if program is None or str(program.value).startswith("verl."):
         raise CannotStartError(f"{broken}, which verl refuses: change one of them")
     reading.warnings.append(
