@@ -62,7 +62,7 @@ def test_the_configuration_of_an_earlier_verl_that_a_job_lies_beside_has_the_def
         ("requirements-verl.txt", "torch\nverl==0.7.1\n", True),
         ("pyproject.toml", '[project]\ndependencies = ["verl[vllm]==0.8.0"]\n', False),
         ("setup.py", 'setup(install_requires=["verl == 0.3.0.post1"])\n', True),
-        ("requirements.txt", "notverl==0.1\nverl>=0.4\n", None),
+        ("requirements.txt", "notverl==0.1\nmy-verl==0.2\n# verl==0.3 is too old\nverl>=0.4\n", None),
     ],
 )
 def test_the_release_that_a_repository_requires_decides(
