@@ -207,6 +207,34 @@ def test_megatron_lm_reads_the_file_of_yaml_cfg_in_place_of_all_flags(tmp_path: 
     assert any("config/gpt.yaml" in one and "is not beside the script" in one for one in lost.warnings)
 
 
+@pytest.mark.parametrize(
+    ("layers", "experts", "groups", "is_gated"),
+    [
+        ("activation_func: swiglu, num_moe_experts: 8, moe_router_topk: 2, num_query_groups: 4", 8, 4, True),
+        ("activation_func: squaredrelu, num_moe_experts: null, num_query_groups: null", None, 8, False),
+    ],
+)
+def test_the_sections_of_yaml_cfg_decide_as_megatron_core_s_config_does(
+    layers: str, experts: int | None, groups: int, is_gated: bool, tmp_path: Path
+) -> None:
+    """``core_transformer_config_from_yaml`` takes them, and neither ``swiglu`` nor ``group_query_attention``."""
+    (tmp_path / "gpt.yaml").write_text(
+        f"language_model: {{num_layers: 4, hidden_size: 512, num_attention_heads: 8, {layers}, "
+        "add_bias_linear: false, normalization: RMSNorm, hidden_dropout: 0.0, attention_dropout: 0.0}\n"
+        "model_parallel: {virtual_pipeline_model_parallel_size: 2, bf16: true, deallocate_pipeline_outputs: false}\n"
+        f"swiglu: {str(not is_gated).lower()}\ngroup_query_attention: {str(groups == 8).lower()}\nseq_length: 128\n"
+        "micro_batch_size: 2\nglobal_batch_size: 8\nposition_embedding_type: rope\nvocab_size: 1000\n"
+        "untie_embeddings_and_output_weights: true\n"
+    )
+    job = _read(tmp_path / "run.sh", "torchrun --nproc_per_node 4 pretrain_gpt.py --yaml-cfg gpt.yaml\n")
+    scenario = job.required()[0]
+    architecture = scenario.architecture
+    assert (architecture.num_moe_experts, architecture.num_query_groups) == (experts, groups)
+    assert architecture.gated_linear_unit is is_gated
+    assert scenario.layout.virtual_pipeline_model_parallel_size == 1
+    assert not job.not_modelled
+
+
 @pytest.mark.parametrize("test", ["[ $NODE_RANK == 0 ]", "test $NODE_RANK -eq 0"])
 @pytest.mark.parametrize("given", ["", "NODE_RANK=0\n"])
 def test_a_condition_on_a_variable_of_the_cluster_hides_no_job(test: str, given: str, tmp_path: Path) -> None:
