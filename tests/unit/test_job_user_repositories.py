@@ -220,7 +220,8 @@ def test_the_sections_of_yaml_cfg_decide_as_megatron_core_s_config_does(
     """``core_transformer_config_from_yaml`` takes them, and neither ``swiglu`` nor ``group_query_attention``."""
     (tmp_path / "gpt.yaml").write_text(
         f"language_model: {{num_layers: 4, hidden_size: 512, num_attention_heads: 8, {layers}, "
-        "add_bias_linear: false, normalization: RMSNorm, hidden_dropout: 0.0, attention_dropout: 0.0}\n"
+        "add_bias_linear: false, normalization: RMSNorm, hidden_dropout: 0.0, attention_dropout: 0.0, "
+        "moe_grouped_gemm: true}\n"
         "model_parallel: {virtual_pipeline_model_parallel_size: 2, bf16: true, deallocate_pipeline_outputs: false}\n"
         f"swiglu: {str(not is_gated).lower()}\ngroup_query_attention: {str(groups == 8).lower()}\nseq_length: 128\n"
         "micro_batch_size: 2\nglobal_batch_size: 8\nposition_embedding_type: rope\nvocab_size: 1000\n"
