@@ -268,6 +268,13 @@ def test_what_a_line_gives_to_a_script_that_is_not_there_is_no_whole_job(before:
     assert "the script starts '/workspace/lost.sh', which is not near" in job.causes[0]
 
 
+def test_what_a_line_gives_to_a_script_without_a_job_is_read_alone(tmp_path: Path) -> None:
+    (tmp_path / "entry.sh").write_text('ssh "$NODE" "run $*"\n')
+    job = _read(tmp_path / "run.sh", f"bash entry.sh actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B {ROWS}\n")
+    assert job.required()[0].architecture.name == "qwen2.5-0.5b"
+    assert "the script starts 'entry.sh', which starts no job that memlab can read" in job.causes[0]
+
+
 @pytest.mark.parametrize(("program", "is_own"), [("pretrain_gpt.py", True), ("pretrain_mine.py", False)])
 def test_a_rule_of_the_framework_is_no_definite_refusal_of_another_program(
     program: str, is_own: bool, tmp_path: Path
