@@ -522,6 +522,9 @@ ADAPTERS = {
         read=verl,
         expected=_of_verl(f"{_ACTOR}.megatron", f"{_ACTOR}.optim", "actor_rollout_ref.model")
         | _for(
+            _EARLIER, "trainer.use_legacy_worker_impl",
+        )
+        | _for(
             _LATER, f"{_ACTOR}.router_replay.*", "actor_rollout_ref.ref.megatron.grad_offload",
             "actor_rollout_ref.ref.router_replay.*", "critic.megatron.grad_offload",
         )
@@ -578,7 +581,8 @@ ADAPTERS = {
         )
         | _for("arguments of the engine, in an open mapping", "generator.inference_engine.engine_init_kwargs.*")
         | _for("no module is excluded, either way", "trainer.policy.model.lora.exclude_modules")
-        | _for("of SkyRL's examples", "trainer.algorithm.overlong_buffer_*", "trainer.num_dummy_steps"),
+        | _for("of SkyRL's examples", "trainer.algorithm.overlong_buffer_*", "trainer.num_dummy_steps")
+        | _for("main_base.py reads it before the configuration", "trainer.override_entrypoint"),
     ),
     "skyrl-sft": Adapter(
         packages=("skyrl==0.3.0", _BRIDGE, _CORE),

@@ -46,6 +46,8 @@ class FamilyRow(ModelType):
     router in the type of its tokens."""
     norms_of_transformers: bool = False
     """Whether that class has transformers' norms, and not NeMo Automodel's own."""
+    returns_whole_norms: bool = False
+    """Whether NeMo Automodel's plan for it takes plain tensors from the norms of layers whose sequences are divided."""
     fused_linears: tuple[str, ...] = ()
     """Names of linears in transformers' class that others have two or three of."""
     scales_embedding: bool = False
@@ -84,9 +86,9 @@ FAMILIES: dict[Family, FamilyRow] = {
     "phi3": FamilyRow(has_window=True, fused_linears=("qkv_proj", "gate_up_proj"), names_head_dim=False,
                       **_DIVIDED),
     "qwen2": FamilyRow(num_key_value_heads=32, add_qkv_bias=True, uses_window=False, automodel=True,
-                       names_head_dim=False, **_DIVIDED),
+                       returns_whole_norms=True, names_head_dim=False, **_DIVIDED),
     "qwen3": FamilyRow(num_key_value_heads=32, head_dim=128, qk_layernorm=True, uses_window=False, automodel=True,
-                       norms_of_transformers=True, **_DIVIDED),
+                       returns_whole_norms=True, norms_of_transformers=True, **_DIVIDED),
     "qwen3_moe": FamilyRow(num_key_value_heads=4, qk_layernorm=True, uses_window=False, experts="own width",
                            normalizes_topk=False, fsdp2=True, automodel=True),
     "mixtral": FamilyRow(num_key_value_heads=8, experts="width of the MLP", rotary_base=1e6, fsdp2=True,

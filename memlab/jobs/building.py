@@ -11,7 +11,7 @@ from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.architectures import Architecture
 from memlab.config.families import FAMILIES
 from memlab.config.layout import Layout
-from memlab.config.lora import ROUTER
+from memlab.config.lora import OF_ROUTED_LAYERS, ROUTER
 from memlab.config.model_restrictions import not_in_megatron
 from memlab.config.option import options_of, unread
 from memlab.config.pipeline_layout import without_extra_layers
@@ -24,6 +24,7 @@ from memlab.jobs.entries import UNKNOWN, parse_scalar
 from memlab.jobs.frameworks.adapters import LORA, PASS_WITHOUT_ADAPTERS
 from memlab.jobs.frameworks.batch_schedule import largest_batch
 from memlab.jobs.frameworks.framework import CannotStartError, NotModelled, Reading
+from memlab.jobs.frameworks.fsdp2 import take_adapters
 from memlab.jobs.frameworks.keys import CONVERSIONS, SWITCH, Effect, Missing
 from memlab.jobs.frameworks.user_buffers import complete_user_buffers
 
@@ -382,16 +383,37 @@ def _take_adapters_of_experts(reading: Reading, architecture: Architecture) -> N
     has_some = architecture.routes and bool(names) and (not targets or not {*names, ROUTER}.isdisjoint(targets))
     is_first = values.get("fsdp_version") == 1
     values["lora_fused_experts"] = has_some and not is_first
-    if has_some and is_first:
+    if not values["lora_fused_experts"]:
+        _leave_routed_layers_out(reading, architecture)
+    if has_some and is_first and values.get("lora_rank") is not None:
         reading.warnings.append(
             "the job asks for no version of PEFT, so memlab takes 0.18, which leaves experts out: 0.20 and newer adapt "
             "experts too and then fail under FSDP1 in the first step: take FSDP2, or name linears of attention only"
         )
-    elif has_some:
+    elif has_some and not is_first:
         reading.warnings.append(
             "the job asks for no version of PEFT, so memlab takes 0.20 or newer, which adapts experts too and copies "
             "all experts of a layer in forward and backward: PEFT 0.18 leaves experts out, and 0.19 refuses all-linear"
         )
+
+
+def _leave_routed_layers_out(reading: Reading, architecture: Architecture) -> None:
+    """Leaves target modules out that only routers and experts have, where memlab predicts no adapters of these.
+
+    Of a dense model, PEFT passes over them; of another one, whether it adapts them depends on the version of
+    transformers, so the adapters are named and the whole model is trained, which is an upper bound.
+    """
+    targets = tuple(reading.values.get("lora_target_modules") or ())
+    others = tuple(name for name in targets if name in OF_ROUTED_LAYERS)
+    if not others:
+        return
+    if not architecture.routes and len(others) < len(targets):
+        reading.values["lora_target_modules"] = tuple(name for name in targets if name not in others)
+        named = " or ".join(others)
+        reading.warnings.append(f"no linear of {architecture.name} is named {named}, and PEFT adapts the other ones")
+        return
+    key = next((one.key for one in reading.taken if one.field == "lora_rank"), "lora_rank")
+    take_adapters(reading, key, targets, tuple(reading.values.get("lora_exclude_modules") or ()))
 
 
 def _complete_exchange(reading: Reading, layout: Layout) -> None:

@@ -418,24 +418,35 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
     others = [command for command in script.commands if _script_and_words(command) is None]
     if framework_of_commands([[word for word, _ in command.words] for command in others]) is not None:
         return None
+    # Beside a line that gives a job's keys, other scripts prepare what it needs.
+    started = [one for one in started if is_job(one[1][1:])] or started
     found: list[tuple[Path, Command, list[str]]] = []
     for command, (name, *given) in started:
         file = _script_near(name, path)
         if file is not None and file.resolve() != path.resolve():
             found.append((file, command, given))
         elif file is None and is_job(given):
-            script.causes.insert(
-                0,
-                f"line {command.line}: the script starts {shortened(name)}, which is not near, so memlab reads only "
-                "what this line gives to it: put that script beside this one, or give its keys with --set",
-            )
+            script.causes.insert(0, _reads_only_a_line(command, name, "is not near"))
     if len(found) != 1:
         return None
     file, command, given = found[0]
-    name, entries = _read_text(file, variables | command.variables, None, given, is_started=True)
+    try:
+        name, entries = _read_text(file, variables | command.variables, None, given, is_started=True)
+    except NoJobError:
+        if not is_job(given):
+            raise
+        script.causes.insert(0, _reads_only_a_line(command, file.name, "starts no job that memlab can read"))
+        return None
     entries.warnings.append(f"line {command.line}: the script starts {file.name}, and memlab reads the job of that one")
     _without_own_arguments(command, entries.warnings)
     return name, entries
+
+
+def _reads_only_a_line(command: Command, name: str, why: str) -> str:
+    return (
+        f"line {command.line}: the script starts {shortened(name)}, which {why}, so memlab reads only what this line "
+        "gives to it: put the script that starts the job beside this one, or give its keys with --set"
+    )
 
 
 def _script_and_words(command: Command) -> list[str] | None:
@@ -483,7 +494,9 @@ def _take_configuration(
         name, folder = str(entry.value), ""
         if key == "config_name" and "config_path" in flags.by_key:
             folder = str(flags.by_key["config_path"].value)
-        base = path.parent / folder.replace(UNKNOWN, "") / name
+        # The beginning of a path that only the run knows is a folder where the job may be started.
+        below = folder.rpartition(UNKNOWN)[2].lstrip("/")
+        base = path.parent / (below if UNKNOWN in folder else folder) / name
         base = base if base.suffix in (".yaml", ".yml") else base.with_name(f"{base.name}.yaml")
         if framework.knows(key) and not entry.is_unknown:
             entries.by_key[key] = entry
@@ -493,9 +506,9 @@ def _take_configuration(
             if named is None or not _is_of(framework, program):
                 continue
             base = named[0].parent / named[1] / base.name
-        # The beginning of a path that only the run knows is a folder where the job may be started.
-        below = folder.rpartition(UNKNOWN)[2].lstrip("/") if UNKNOWN in folder else ""
-        others = [up / below / one for up in path.absolute().parents for one in {name, base.name}]
+        where = Path(below) / Path(name).with_name(base.name)
+        # A name alone says no folder, so that a file above the script may be another job's.
+        others = [up / where for up in path.absolute().parents] if key == "config" or len(where.parts) > 1 else []
         if key == "config_name" and "config_path" not in flags.by_key:
             others += [named[0].parent / named[1] / base.name] if named is not None else []
         base = next((one for one in (base, *others) if _is_file(one)), base)
@@ -538,7 +551,7 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
         entries.program = program
         _take_configuration_of_program(path, framework, entries)
         _take_file_in_source(path, framework, entries)
-    elif program is not None and framework.knows("config_name") and not str(program.value).startswith(framework.name):
+    elif framework.knows("config_name"):
         entries.program = program
     read_overrides(words, entries)
     _take_launcher(words, framework, entries)
@@ -697,7 +710,8 @@ def _take_environment_of_ray(command: Command, path: Path, entries: Entries) -> 
 def _take_file_for_flags(path: Path, entries: Entries) -> None:
     """Takes the file of ``--yaml-cfg``, which Megatron-LM reads in place of all flags (``parse_args``, d98e8a64).
 
-    Its keys are the destinations of the flags; those of the layers and of the layout have a section each.
+    Its keys are the destinations of the flags; those of the layers and of the layout have a section each, and the
+    names that Megatron-Core's configs have.
     """
     named = entries.by_key.get("yaml_cfg")
     name = UNKNOWN if named is None or named.is_unknown else str(named.value)
@@ -709,6 +723,7 @@ def _take_file_for_flags(path: Path, entries: Entries) -> None:
         if entry.value is None:
             continue
         own.add(re.sub(r"^(language_model|model_parallel)[.]", "", key), entry.value, entry.line)
+    _name_as_flags(own)
     kept = {key: flags[key] for key in ("nnodes", "nproc_per_node") if key in flags}
     dropped = [f"--{key.replace('_', '-')}" for key in flags if key not in kept and key != "yaml_cfg"]
     entries.by_key = own.of_file(Path(name).name).by_key | kept
@@ -716,6 +731,30 @@ def _take_file_for_flags(path: Path, entries: Entries) -> None:
         f"{named.place}: with --yaml-cfg Megatron-LM reads {Path(name).name} in place of all flags"
         + (f", so these change nothing: {', '.join(dropped)}" if dropped else "")
     )
+
+
+def _name_as_flags(own: Entries) -> None:
+    """Gives a file's keys the meaning that they have as flags, which Megatron-Core's configs do not ask.
+
+    See ``validate_yaml`` and ``core_transformer_config_from_yaml`` in megatron/training/yaml_arguments.py (00caa53a).
+    """
+    keys = own.by_key
+    if "num_moe_experts" in keys:
+        own.add("num_experts", keys["num_moe_experts"].value, keys.pop("num_moe_experts").line)
+    if "num_query_groups" in keys:
+        own.add("group_query_attention", True, keys["num_query_groups"].line)
+    elif "group_query_attention" in keys:
+        own.add("group_query_attention", False, keys["group_query_attention"].line)
+    activation = keys.get("activation_func")
+    if activation is not None and activation.value in ("swiglu", "squaredrelu", "gelu"):
+        del keys["activation_func"]
+        own.add("swiglu", activation.value == "swiglu", activation.line)
+        own.add("squared_relu", activation.value == "squaredrelu", activation.line)
+        if activation.value == "gelu" and "bias_activation_fusion" in keys:
+            own.add("bias_gelu_fusion", keys["bias_activation_fusion"].value, keys.pop("bias_activation_fusion").line)
+    # The one follows from num_layers_per_virtual_pipeline_stage, the other is always on.
+    for key in ("virtual_pipeline_model_parallel_size", "deallocate_pipeline_outputs"):
+        keys.pop(key, None)
 
 
 def _take_values_above_flags(path: Path, entries: Entries) -> None:

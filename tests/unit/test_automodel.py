@@ -582,3 +582,10 @@ def test_a_recipe_that_is_refused_shows_all_that_was_read(tmp_path: Path) -> Non
     noted = {one.key for one in job.not_modelled}
     assert {part.partition(":")[0] for part in own.split(", ")} <= noted and "model.backend.rope_fusion" not in noted
     assert "as far as memlab read it" not in job_table(read(tmp_path))
+
+
+def test_numbers_in_quotes_are_numbers(tmp_path: Path) -> None:
+    job = read(tmp_path, "{distributed.dp_size: 4, distributed.tp_size: '2'}")
+    assert job.required()[0].layout.tensor_model_parallel_size == 2
+    with pytest.raises(ValueError, match="must be a whole number"):
+        read(tmp_path, "{distributed.tp_size: '08'}")

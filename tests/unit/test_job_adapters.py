@@ -203,3 +203,11 @@ def test_what_a_weight_sync_sends_of_adapters(
     assert any("later ones only the adapters" in warning for warning in job.warnings) == is_told
     if job.scenario is not None and sends_adapters:  # the largest is that of linear_fc1, of rank 32 and 24,576 rows
         assert _gathered_bytes(job.scenario, job.rollout, None) == 2 * 32 * 24_576
+
+
+@pytest.mark.parametrize(("letter", "is_on"), [("n", False), ("f", False), ("Y", True), ("t", True)])
+def test_a_letter_is_a_truth_for_ms_swift(letter: str, is_on: bool, tmp_path: Path) -> None:
+    """As ``string_to_bool`` of transformers 5.24 takes it."""
+    flags = f"--tensor_model_parallel_size 2 --sequence_parallel {letter}"
+    (tmp_path / "run.sh").write_text(f"NPROC_PER_NODE=4 megatron sft --model Qwen/Qwen3-8B --max_length 2048 {flags}\n")
+    assert Job.read(tmp_path / "run.sh").required()[0].layout.sequence_parallel is is_on

@@ -410,6 +410,34 @@ def test_megatron_bridge_s_models_keep_their_positions_norms_and_mlps(model: str
     assert ("max_position_embeddings" in shorter.unsaid) == (positions is not None)
 
 
+def test_megatron_bridge_s_two_sections_say_the_same_of_the_distributed_optimizer(tmp_path: Path) -> None:
+    """``_validate_and_sync_distributed_optimizer_settings`` (training/config.py, 0.6.2) lets one switch both on."""
+    path, layout = tmp_path / "run_config.yaml", Layout(data_parallel_size=2)
+    off, on = (
+        Scenario.of("phi-4", num_layers=2, seq_length=1024, layout=layout, state=TrainingState(**values))
+        for values in ({"use_distributed_optimizer": False, "overlap_param_gather": False}, {})
+    )
+    lines = list(written("bridge", off, MemorySettings()).lines)
+    assert read_lines("bridge", lines, 2, path).required()[0].state == off.state
+    lines = list(written("bridge", on, MemorySettings()).lines)
+    changes = written("bridge", off, MemorySettings(), source=read_lines("bridge", lines, 2, path)).lines
+    job = read_lines("bridge", edited("bridge", lines, changes), 2, path)
+    assert job.required()[0].state == off.state
+
+
+def test_megatron_bridge_s_precision_aware_optimizer_is_written_beside_what_it_needs(tmp_path: Path) -> None:
+    """Its own section is validated before ``ddp`` switches the distributed optimizer on."""
+    before = Scenario.of("phi-4", num_layers=2, seq_length=1024, layout=Layout(data_parallel_size=2))
+    lines = list(written("bridge", before, MemorySettings()).lines)
+    section = {"optimizer": {"use_distributed_optimizer": False}, "ddp": {"use_distributed_optimizer": True}}
+    lines = edited("bridge", lines, tuple(yaml.safe_dump(section).split("\n")))
+    source = read_lines("bridge", lines, 2, tmp_path / "run_config.yaml")
+    after = replace(source.required()[0], state=TrainingState(use_precision_aware_optimizer=True))
+    changes = written("bridge", after, MemorySettings(), source=source).lines
+    job = read_lines("bridge", edited("bridge", lines, changes), 2, tmp_path / "run_config.yaml")
+    assert job.required()[0].state.use_precision_aware_optimizer, job.cannot_start
+
+
 def test_megatron_bridge_s_config_holds_the_function_of_an_activation(tmp_path: Path) -> None:
     """``instantiate_node`` (utils/instantiate_utils.py) calls a ``_target_`` unless ``_call_`` is false."""
     lines = written("bridge", Scenario.of("gpt-oss-20b"), MemorySettings()).lines

@@ -62,7 +62,7 @@ def test_the_configuration_of_an_earlier_verl_that_a_job_lies_beside_has_the_def
         ("requirements-verl.txt", "torch\nverl==0.7.1\n", True),
         ("pyproject.toml", '[project]\ndependencies = ["verl[vllm]==0.8.0"]\n', False),
         ("setup.py", 'setup(install_requires=["verl == 0.3.0.post1"])\n', True),
-        ("requirements.txt", "notverl==0.1\nverl>=0.4\n", None),
+        ("requirements.txt", "notverl==0.1\nmy-verl==0.2\n# verl==0.3 is too old\nverl>=0.4\n", None),
     ],
 )
 def test_the_release_that_a_repository_requires_decides(
@@ -121,9 +121,24 @@ def test_a_configuration_is_found_below_the_folder_where_the_job_is_started(
     assert not any("not beside" in one for one in job.warnings)
 
 
+def test_a_configuration_of_another_folder_is_not_the_one_that_a_job_names(tmp_path: Path) -> None:
+    """Hydra looks in the folder of ``--config-path``, or in that of the program."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "ppo.yaml").write_text("data: {max_prompt_length: 7, max_response_length: 9}\n")
+    for start in ("--config-path=conf/exp1 --config-name=ppo", "--config-name=exp1/ppo", "--config-name=ppo"):
+        job = _read(tmp_path / "scripts" / "run.sh", VERL.format(f"{start} {ROWS}"))
+        assert all(one.value != 7 for one in job.taken if one.key == "data.max_prompt_length")
+        assert any("is not beside the script, so memlab takes the framework's own" in one for one in job.warnings)
+
+
+@pytest.mark.parametrize("start", ["", "--config-path=config --config-name=mine "])
 @pytest.mark.parametrize(("program", "is_own"), [("main_ppo", True), ("main_video_ppo", False)])
-def test_a_program_that_a_fork_adds_to_verl_is_not_verl_s_own(program: str, is_own: bool, tmp_path: Path) -> None:
-    text = VERL.replace("main_ppo", program).format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B")
+def test_a_program_that_a_fork_adds_to_verl_is_not_verl_s_own(
+    program: str, is_own: bool, start: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.yaml").write_text("data: {max_prompt_length: 100, max_response_length: 28}\n")
+    text = VERL.replace("main_ppo", program).format(f"{start}{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B")
     job = _read(tmp_path / "run.sh", text)
     assert any("is no program of verl's own" in one for one in job.warnings) is not is_own
 
@@ -192,6 +207,35 @@ def test_megatron_lm_reads_the_file_of_yaml_cfg_in_place_of_all_flags(tmp_path: 
     assert any("config/gpt.yaml" in one and "is not beside the script" in one for one in lost.warnings)
 
 
+@pytest.mark.parametrize(
+    ("layers", "experts", "groups", "is_gated"),
+    [
+        ("activation_func: swiglu, num_moe_experts: 8, moe_router_topk: 2, num_query_groups: 4", 8, 4, True),
+        ("activation_func: squaredrelu, num_moe_experts: null, num_query_groups: null", None, 8, False),
+    ],
+)
+def test_the_sections_of_yaml_cfg_decide_as_megatron_core_s_config_does(
+    layers: str, experts: int | None, groups: int, is_gated: bool, tmp_path: Path
+) -> None:
+    """``core_transformer_config_from_yaml`` takes them, and neither ``swiglu`` nor ``group_query_attention``."""
+    (tmp_path / "gpt.yaml").write_text(
+        f"language_model: {{num_layers: 4, hidden_size: 512, num_attention_heads: 8, {layers}, "
+        "add_bias_linear: false, normalization: RMSNorm, hidden_dropout: 0.0, attention_dropout: 0.0, "
+        "moe_grouped_gemm: true}\n"
+        "model_parallel: {virtual_pipeline_model_parallel_size: 2, bf16: true, deallocate_pipeline_outputs: false}\n"
+        f"swiglu: {str(not is_gated).lower()}\ngroup_query_attention: {str(groups == 8).lower()}\nseq_length: 128\n"
+        "micro_batch_size: 2\nglobal_batch_size: 8\nposition_embedding_type: rope\nvocab_size: 1000\n"
+        "untie_embeddings_and_output_weights: true\n"
+    )
+    job = _read(tmp_path / "run.sh", "torchrun --nproc_per_node 4 pretrain_gpt.py --yaml-cfg gpt.yaml\n")
+    scenario = job.required()[0]
+    architecture = scenario.architecture
+    assert (architecture.num_moe_experts, architecture.num_query_groups) == (experts, groups)
+    assert architecture.gated_linear_unit is is_gated
+    assert scenario.layout.virtual_pipeline_model_parallel_size == 1
+    assert not job.not_modelled
+
+
 @pytest.mark.parametrize("test", ["[ $NODE_RANK == 0 ]", "test $NODE_RANK -eq 0"])
 @pytest.mark.parametrize("given", ["", "NODE_RANK=0\n"])
 def test_a_condition_on_a_variable_of_the_cluster_hides_no_job(test: str, given: str, tmp_path: Path) -> None:
@@ -216,9 +260,19 @@ def test_a_script_that_another_one_starts_by_the_path_of_another_machine_is_read
     assert any("the script starts base.sh, and memlab reads the job of that one" in one for one in job.warnings)
 
 
-def test_what_a_line_gives_to_a_script_that_is_not_there_is_no_whole_job(tmp_path: Path) -> None:
-    job = _read(tmp_path / "run.sh", f"bash /workspace/lost.sh actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B {ROWS}\n")
+@pytest.mark.parametrize("before", ["", "bash prepare.sh\n"])
+def test_what_a_line_gives_to_a_script_that_is_not_there_is_no_whole_job(before: str, tmp_path: Path) -> None:
+    (tmp_path / "prepare.sh").write_text("export HF_HOME=/models\n")
+    start = f"{before}bash /workspace/lost.sh actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B {ROWS}\n"
+    job = _read(tmp_path / "run.sh", start)
     assert "the script starts '/workspace/lost.sh', which is not near" in job.causes[0]
+
+
+def test_what_a_line_gives_to_a_script_without_a_job_is_read_alone(tmp_path: Path) -> None:
+    (tmp_path / "entry.sh").write_text('ssh "$NODE" "run $*"\n')
+    job = _read(tmp_path / "run.sh", f"bash entry.sh actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B {ROWS}\n")
+    assert job.required()[0].architecture.name == "qwen2.5-0.5b"
+    assert "the script starts 'entry.sh', which starts no job that memlab can read" in job.causes[0]
 
 
 @pytest.mark.parametrize(("program", "is_own"), [("pretrain_gpt.py", True), ("pretrain_mine.py", False)])
@@ -238,12 +292,21 @@ def test_a_rule_of_the_framework_is_no_definite_refusal_of_another_program(
 
 @pytest.mark.parametrize(
     ("program", "is_own"),
-    [("skyrl_train.entrypoints.main_base", True), ("skyrl.train.entrypoints.main_base", True), ("best.main", False)],
+    [
+        ("skyrl_train.entrypoints.main_base", True),
+        ("skyrl.train.entrypoints.main_base", True),
+        ("examples.train.algorithms.dapo.main_dapo", True),
+        ("examples/dapo/main_dapo.py", True),
+        ("examples.train.mini_swe_agent.main_mini_swe", False),
+        ("best.main", False),
+    ],
 )
-def test_a_program_that_is_not_skyrl_s_own_is_told(program: str, is_own: bool, tmp_path: Path) -> None:
+def test_a_program_that_may_train_on_other_sequences_than_skyrl_s_is_told(
+    program: str, is_own: bool, tmp_path: Path
+) -> None:
     keys = "trainer.policy.model.path=Qwen/Qwen3-0.6B trainer.strategy=fsdp2 trainer.micro_train_batch_size_per_gpu=1"
-    job = _read(tmp_path / "run.sh", f"python -m {program} {keys}\n")
-    assert any("is no program of SkyRL's own" in one for one in job.warnings) is not is_own
+    job = _read(tmp_path / "run.sh", f"python {'' if program.endswith('.py') else '-m '}{program} {keys}\n")
+    assert any("is a program that memlab does not know" in one for one in job.warnings) is not is_own
 
 
 def test_a_policy_without_a_gpu_is_asked_for(tmp_path: Path) -> None:

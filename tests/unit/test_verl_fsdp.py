@@ -177,6 +177,27 @@ def test_adapters_of_experts_fail_under_fsdp1(tmp_path: Path) -> None:
     assert any("then fail under FSDP1 in the first step" in one for one in job.warnings)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "model", "targets", "adapted"),
+    [
+        ("fsdp", "Qwen/Qwen2.5-7B", "q_proj,gate", ("q_proj",)),
+        ("fsdp2", "Qwen/Qwen2.5-7B", "q_proj,w1", ("q_proj",)),
+        ("fsdp", "mistralai/Mixtral-8x7B-v0.1", "q_proj,w1,w2,w3", None),
+        ("fsdp", "Qwen/Qwen3-30B-A3B", "q_proj,gate", None),
+    ],
+)
+def test_names_of_routed_layers_refuse_no_job_whose_adapters_memlab_does_not_have(
+    strategy: str, model: str, targets: str, adapted: tuple[str, ...] | None, tmp_path: Path
+) -> None:
+    """PEFT passes over names that no module has; adapters that memlab lacks are named."""
+    start = f"{ACTOR}.strategy={strategy} {MODEL}.lora_rank=8 {MODEL}.path={model}"
+    job = read(tmp_path, f"{start} {MODEL}.target_modules=[{targets}]")
+    lora = job.required()[0].state.lora
+    assert (None if lora is None else lora.target_modules) == adapted
+    assert (f"{MODEL}.lora_rank" in {one.key for one in job.not_modelled}) is (adapted is None)
+    assert any("PEFT adapts the other ones" in one for one in job.warnings) is (adapted is not None)
+
+
 def test_the_policy_without_adapters_is_the_reference_where_memlab_lacks_the_adapters_too(tmp_path: Path) -> None:
     keys = f"{MODEL}.lora_rank=32 {FSDP}.model_dtype=bf16 {ACTOR}.use_kl_loss=True"
     job = read(tmp_path, keys)

@@ -49,7 +49,7 @@ def _plan(module: Any, *, sequences: bool) -> dict[str, Any]:
         ),
     }
     if sequences:
-        norm = _GatheringNorm(use_local_output=family.startswith("qwen"))
+        norm = _GatheringNorm(use_local_output=FAMILIES[family].returns_whole_norms)
         plan |= {f"{layer}.{name}": norm for name in ("input_layernorm", "post_attention_layernorm")}
         plan["model.norm"] = SequenceParallel()
     return plan

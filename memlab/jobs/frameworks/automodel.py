@@ -8,6 +8,8 @@ where layers compute in bf16; `_take_release` has what it does otherwise.
 
 from __future__ import annotations
 
+import ast
+import re
 from typing import Any
 
 from memlab.config.architectures import Architecture
@@ -537,6 +539,18 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
 
 
 _SHARDS = "Automodel shards with torch's fully_shard"
+
+
+def _translated(value: Any) -> Any:
+    """Returns the number that a text is, as ``translate_value`` in components/config/loader.py (36044ad3)."""
+    if not isinstance(value, str) or re.fullmatch(r"[-+.\deE]+", value, re.ASCII) is None:
+        return value
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):  # such as 08
+        return value
+
+
 AUTOMODEL = Framework(
     name="automodel",
     title="NeMo Automodel",
@@ -549,6 +563,7 @@ AUTOMODEL = Framework(
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("automodel"),
+    value_of=_translated,
     complete=complete,
     complete_of_model=complete_of_model,
     complete_refused=complete_refused,

@@ -693,9 +693,19 @@ def cannot_write(scenario: Scenario, _: MemorySettings) -> dict[str, str]:
 
 
 def _render(values: dict[str, Any]) -> list[str]:
-    """Writes YAML; a tensor parallel size has sequence parallelism beside it, which providers leave off by default."""
+    """Writes YAML; a tensor parallel size has sequence parallelism beside it, which providers leave off by default.
+
+    The distributed optimizer is on where one section has it on, so it is written into both. The precision-aware
+    optimizer needs it in its own section, which is validated before the sections are compared (training/config.py).
+    """
     is_split = (values.get("model.tensor_model_parallel_size") or 1) > 1
-    return yaml_lines(values | ({"model.sequence_parallel": True} if is_split else {}))
+    beside: dict[str, Any] = {"model.sequence_parallel": True} if is_split else {}
+    option = "use_distributed_optimizer"
+    if values.get("optimizer.use_precision_aware_optimizer"):
+        beside[f"optimizer.{option}"] = True
+    elif f"optimizer.{option}" in values:
+        beside[f"ddp.{option}"] = values[f"optimizer.{option}"]
+    return yaml_lines(values | beside)
 
 
 BRIDGE = Framework(

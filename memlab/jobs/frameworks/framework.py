@@ -251,6 +251,8 @@ class Framework:
     """Of a second model whose section has the keys of the first one's: the entries of a job that has it alone."""
     is_teacher: bool = False
     """Of a second model: whether it has passes between the first one's steps, and is not trained."""
+    value_of: Callable[[Any], Any] = lambda value: value
+    """Returns what the framework's own reader makes of a value, where it turns texts into others."""
     as_in_file: Callable[[str], str] = str
     """Gives the keys in a text the names that they have in the file."""
     configurations: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -283,6 +285,8 @@ class Framework:
         """
         self._check_version(reading.version)
         reading.padding_in_fp8 = self.padding_in_fp8
+        by_key = reading.entries.by_key
+        by_key |= {name: replace(entry, value=self.value_of(entry.value)) for name, entry in by_key.items()}
         present: set[str] = set()
         calculated = {key.field for key in self.keys if type(key.default) is int} - _MAY_BE_NONE
         for key in self.keys:

@@ -919,6 +919,8 @@ _NEVER = {
     if not name.startswith(("offload", "loss", "fp32_output", *ONLY_OF_MS_SWIFT))
 }
 
+_LETTERS = {"t": True, "y": True, "f": False, "n": False}
+"""Further truths of a switch: ``string_to_bool`` in transformers/hf_argparser.py, which ms-swift's parser has."""
 MS_SWIFT = Framework(
     name="ms-swift",
     title="ms-swift",
@@ -926,6 +928,7 @@ MS_SWIFT = Framework(
     transformer_engine="2.16",
     signs=Signs(looked_for="args.json, 'megatron sft', or YAML with its arguments", of_command=is_command),
     style="flags",
+    value_of=lambda value: _LETTERS.get(value.lower(), value) if isinstance(value, str) else value,
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("ms_swift") | model_without_effect(_EXTRA),

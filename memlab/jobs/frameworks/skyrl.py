@@ -101,6 +101,14 @@ FRAMEWORK_MISSING = (
 
 WITHOUT_TRAINING = r"serve|main_(\w+_)?generate"
 """Names of the programs that only start an inference engine (``skyrl/train/entrypoints``, and Harbor's)."""
+_EXAMPLES = frozenset(
+    (
+        *("main_async", "main_custom_adv_est", "main_custom_policy_loss", "main_dapo", "main_dapo_fully_async"),
+        *("main_fully_async", "main_fully_async_sim", "main_llm_judge", "main_multiply", "main_on_policy_distill"),
+        "main_tis_dapo",
+    )
+)
+"""Programs in SkyRL's folder ``examples`` whose trainer and checks are SkyRL's, and whose generator is (a9564572)."""
 
 
 def complete(reading: Reading) -> None:
@@ -248,15 +256,17 @@ def compares(reading: Reading) -> bool:
 
 
 def note_program(reading: Reading) -> None:
-    """Says that a program is not SkyRL's own: it may have another generator, and train on other sequences."""
+    """Says that a program is none that memlab knows: it may have another generator, and train on other sequences."""
     program = reading.entries.program
     name = "" if program is None else str(program.value).replace("/", ".")
-    if program is None or "skyrl_train" in name.split(".") or "skyrl" in name.split("."):
+    parts = name.removesuffix(".py").split(".")
+    is_example = "examples" in parts and parts[-1] in _EXAMPLES
+    if program is None or is_example or not {"skyrl", "skyrl_train"}.isdisjoint(parts):
         return
-    reading.other_program = f"{name}, a program of the job's own,"
+    reading.other_program = f"{name}, a program that memlab does not know,"
     reading.warnings.append(
-        f"{program.place}: {name} is no program of SkyRL's own: memlab looks only at its keys, and not at what else it "
-        "does, such as how many sequences it trains on"
+        f"{program.place}: {name} is a program that memlab does not know: memlab takes it for SkyRL's, and does not "
+        "see what else it does, such as how many sequences it trains on"
     )
 
 

@@ -524,7 +524,8 @@ def _note_unchosen(reading: Reading) -> None:
     """Says that Hydra stops: FSDP's actor, the default of ``ppo_trainer.yaml`` (0.9.1), has no keys of Megatron."""
     refused = [entry for key, entry in reading.entries.by_key.items() if key.startswith(f"{_ACTOR}.megatron.")]
     program = reading.entries.program
-    if refused and program is not None and program.value == "verl.trainer.main_ppo":
+    is_usual = program is not None and program.value == "verl.trainer.main_ppo"
+    if refused and program is not None and is_usual and "config_name" not in reading.entries.by_key:
         reading.entries.causes.append(
             f"{program.place}: {program.value} takes FSDP's actor without model_engine=megatron, so Hydra stops at "
             f"{refused[0].key} ({refused[0].place}): add model_engine=megatron"
