@@ -99,7 +99,7 @@ class Check(Goals):
             "each rank has a GPU of its own; the product of the tensor, context, pipeline and data parallel sizes is "
             "the number of ranks, and the parallel sizes of the experts use the same ranks"
         )
-        return self.goal(False, f"the layout has {world_size} ranks, must have {num_ranks}", hint)
+        return self.goal(False, f"the layout's number of ranks is {world_size}, must be {num_ranks}", hint)
 
     def same_job_as(self, other: StepRecord | Scenario, *but: str) -> Self:
         """Requires the job of another step: the same scenario in everything but the named parts.

@@ -88,7 +88,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
         (PLAIN, ("starts_below", 1), "the start of the step is "),
         # CUDA and its libraries take more than the 2 GiB, so nothing is left for the step.
         (PLAIN, ("fits", "2GiB"), "the peak of the step is "),
-        (PLAIN, ("runs_on", 8), "the layout has 1 ranks, must have 8. Hint: each rank has a GPU of its own"),
+        (PLAIN, ("runs_on", 8), "the layout's number of ranks is 1, must be 8. Hint: each rank has a GPU of its own"),
         (
             replace(PLAIN, host_bytes=3 * MIB),
             ("host_below", MIB),

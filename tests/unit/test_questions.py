@@ -129,6 +129,8 @@ YES_OR_NO = "Is the loss still the same: yes or no?"
         (PHASE, "2", "backward", f"2{UNDECIDED}"),  # the second of the list
         (RANK, "stage 1", "rank 0", f"stage 1{UNDECIDED}"),
         (RANK, "rank 0 or rank 1", "rank 0", f"rank 0 or rank 1{UNDECIDED}"),
+        (RANK, "rank 0 and rank 3", "rank 0", f"rank 0 and rank 3{UNDECIDED}"),
+        (RANK, "ranks 0 and 3", "rank 0", f"ranks 0 and 3{UNDECIDED}"),
         (PHASE, "forward or backward", "forward", "forward or backward (wrong)"),
         (YES_OR_NO, "yes", "yes, to the last bit", "yes (right)"),
         ("What varies: the bytes at the start, or its peak?", "its peak", "the peak", "its peak (right)"),

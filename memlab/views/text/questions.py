@@ -115,10 +115,11 @@ def _verdict(guessed: str, result: str, question: str) -> str:
     own, other = ("".join(words).replace("_", "") for words in in_order[:2])
     is_one_word = own == other  # handover, hand over and hand_over
     names_it = right <= guess and not (guess - right) & (asked | {"or"})
-    if is_one_word or names_it or guess <= right:
-        # The word "rank" alone does not say which one.
-        return " (right)" if all(word in guess for word in right if word.isdigit()) else _UNDECIDED
     numbers, asked_for = ({word for word in words if word.isdigit()} for words in (guess, right))
+    if is_one_word or names_it or guess <= right:
+        # The word "rank" alone does not say which one, and neither do two numbers.
+        says_which = not asked_for or asked_for <= numbers <= asked_for | asked
+        return " (right)" if says_which else _UNDECIDED
     is_another_number = numbers and asked_for and not numbers & asked_for and guess - numbers < right
     return " (wrong)" if guess <= asked or is_another_number else _UNDECIDED
 
