@@ -390,9 +390,11 @@ class Check(Goals):
         modules = self._record.settings.offload_modules
         if not modules or self._record.offloaded_bytes_by_module:
             return ""
-        # Each module has its reason; the first one is what to act on.
-        reason = self._record.without_effect.get(f"offload_modules:{modules[0]}", "")
-        return f"{modules[0]} transferred nothing to the host: {reason}" if reason else ""
+        reasons = [(each, self._record.without_effect.get(f"offload_modules:{each}", "")) for each in modules]
+        # A limit can be lowered; a module that the model does not have can only be left out.
+        small = [each for each in reasons if "min_offloaded_tensor_size" in each[1]]
+        module, reason = (small or reasons)[0]
+        return f"{module} transferred nothing to the host: {reason}" if reason else ""
 
     def _nothing_recomputed(self) -> str:
         """Says why backward recomputes nothing, if modules are recomputed that this model does not have."""

@@ -33,7 +33,7 @@ class Trainer:
         self._is_offload_param = is_offload_param
         self._slowness = slowness
         self._complaint = ""
-        self._comes_before_hand_over = False
+        self._comes_before_hand_over = self._calls_hand_over = False
         self._lab = lab
         self._now = 1000.0
         self._num_reads = 0
@@ -43,7 +43,7 @@ class Trainer:
     @property
     def complaint(self) -> str:
         """The first thing that was out of order; empty if nothing was."""
-        is_missing = self._comes_before_hand_over and "hand over" not in self._done
+        is_missing = self._comes_before_hand_over and not self._calls_hand_over
         return "your sync never calls hand_over" if is_missing else self._complaint
 
     @property
@@ -79,6 +79,7 @@ class Trainer:
 
     def hand_over(self) -> None:
         """Copies the weights from the device to the host for the engine, and waits for the copy."""
+        self._calls_hand_over = True
         if self.is_offload_param and ("load" not in self._done or "offload" in self._done):
             self._complain(
                 "hand_over comes while the weights are on the host, and it reads them on the device: load first"

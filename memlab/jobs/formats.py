@@ -426,18 +426,27 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
         if file is not None and file.resolve() != path.resolve():
             found.append((file, command, given))
         elif file is None and is_job(given):
-            script.causes.insert(
-                0,
-                f"line {command.line}: the script starts {shortened(name)}, which is not near, so memlab reads only "
-                "what this line gives to it: put that script beside this one, or give its keys with --set",
-            )
+            script.causes.insert(0, _reads_only_a_line(command, name, "is not near"))
     if len(found) != 1:
         return None
     file, command, given = found[0]
-    name, entries = _read_text(file, variables | command.variables, None, given, is_started=True)
+    try:
+        name, entries = _read_text(file, variables | command.variables, None, given, is_started=True)
+    except NoJobError:
+        if not is_job(given):
+            raise
+        script.causes.insert(0, _reads_only_a_line(command, file.name, "starts no job that memlab can read"))
+        return None
     entries.warnings.append(f"line {command.line}: the script starts {file.name}, and memlab reads the job of that one")
     _without_own_arguments(command, entries.warnings)
     return name, entries
+
+
+def _reads_only_a_line(command: Command, name: str, why: str) -> str:
+    return (
+        f"line {command.line}: the script starts {shortened(name)}, which {why}, so memlab reads only what this line "
+        "gives to it: put the script that starts the job beside this one, or give its keys with --set"
+    )
 
 
 def _script_and_words(command: Command) -> list[str] | None:

@@ -103,7 +103,6 @@ class Meter(Protocol):
         Raises:
             RuntimeError: As `finish`.
         """
-        self.finish()
 
     def pool_of(self, tensor: torch.Tensor) -> str | None:
         """Returns the pool of a tensor's storage (`memlab.vocabulary.POOLS`); None for an unknown storage."""

@@ -430,6 +430,10 @@ WRONG_SYNCS = {
         SYNC.replace("trainer.broadcast()\n", "").replace("trainer.hand_over()\n", "trainer.hand_over()\ntrainer.broadcast()\n"),
         "does not read them there: offload them right after hand_over",
     ),
+    "the hand over after the offload": (
+        SYNC.replace("trainer.hand_over()\n", "").replace("trainer.broadcast()", "trainer.hand_over()\ntrainer.broadcast()"),
+        "offload comes before hand_over, which reads them on the device: hand over first",
+    ),
     "broadcast first": ("trainer.broadcast()\n" + SYNC.strip(), "broadcast comes before hand_over"),
     "the hand over in the timer": (
         SYNC.replace("    trainer.synchronize()\n    load_seconds", "    trainer.hand_over()\n    load_seconds").replace("\ntrainer.hand_over()\n", "\nif not trainer.is_offload_param: trainer.hand_over()\n"),

@@ -146,6 +146,25 @@ def test_each_allocation_carries_the_label_of_its_moment(
     assert meter.labelled_share == 1.0
 
 
+def test_a_dropped_timeline_leaves_the_meter_as_a_finished_one_does(
+    torch_allocator: ScriptedAllocator, labels: Labels
+) -> None:
+    timelines = []
+    for ends in (AllocatorMeter.finish, AllocatorMeter.drop):
+        meter = AllocatorMeter(labels)
+        with meter.watching():
+            meter.start({})
+            held = torch_allocator.allocate(2 * MIB)
+            ends(meter)
+            meter.start({}, others="unlabelled")
+            torch_allocator.free(held)
+            timelines.append(meter.finish())
+    finished, dropped = timelines
+    assert births(dropped) == births(finished)
+    assert dropped.total_bytes()[-1] == 0
+    assert dropped.total_bytes().tolist() == finished.total_bytes().tolist()
+
+
 def test_what_has_no_category_at_the_start_can_get_one_for_good(
     torch_allocator: ScriptedAllocator, labels: Labels
 ) -> None:

@@ -678,6 +678,13 @@ def test_the_distance_between_the_ranks_of_a_job_is_a_goal(capsys: pytest.Captur
     assert peak.startswith(f"not yet: the highest peak, that of rank {job.worst_rank}, is ")
 
 
+def test_a_limit_is_named_before_a_module_that_the_model_does_not_have(capsys: pytest.CaptureFixture[str]) -> None:
+    reasons = {"offload_modules:attn_norm": "it is fused", "offload_modules:moe_act": "min_offloaded_tensor_size is 9"}
+    record = replace(with_settings(offload("attn_norm", "moe_act")), without_effect=reasons)
+    assert not check(record).peak_below(1)
+    assert "Hint: moe_act transferred nothing to the host: min_offloaded_tensor_size is 9" in capsys.readouterr().out
+
+
 def test_a_setting_without_effect_is_named_before_any_other_hint(capsys: pytest.CaptureFixture[str]) -> None:
     job = job_of(Layout(pipeline_model_parallel_size=2))
     reason = {"offload_modules:moe_act": "all is too small"}

@@ -62,7 +62,7 @@ def test_the_configuration_of_an_earlier_verl_that_a_job_lies_beside_has_the_def
         ("requirements-verl.txt", "torch\nverl==0.7.1\n", True),
         ("pyproject.toml", '[project]\ndependencies = ["verl[vllm]==0.8.0"]\n', False),
         ("setup.py", 'setup(install_requires=["verl == 0.3.0.post1"])\n', True),
-        ("requirements.txt", "notverl==0.1\nverl>=0.4\n", None),
+        ("requirements.txt", "notverl==0.1\nmy-verl==0.2\n# verl==0.3 is too old\nverl>=0.4\n", None),
     ],
 )
 def test_the_release_that_a_repository_requires_decides(
@@ -266,6 +266,13 @@ def test_what_a_line_gives_to_a_script_that_is_not_there_is_no_whole_job(before:
     start = f"{before}bash /workspace/lost.sh actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B {ROWS}\n"
     job = _read(tmp_path / "run.sh", start)
     assert "the script starts '/workspace/lost.sh', which is not near" in job.causes[0]
+
+
+def test_what_a_line_gives_to_a_script_without_a_job_is_read_alone(tmp_path: Path) -> None:
+    (tmp_path / "entry.sh").write_text('ssh "$NODE" "run $*"\n')
+    job = _read(tmp_path / "run.sh", f"bash entry.sh actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B {ROWS}\n")
+    assert job.required()[0].architecture.name == "qwen2.5-0.5b"
+    assert "the script starts 'entry.sh', which starts no job that memlab can read" in job.causes[0]
 
 
 @pytest.mark.parametrize(("program", "is_own"), [("pretrain_gpt.py", True), ("pretrain_mine.py", False)])

@@ -19,7 +19,10 @@ _SYNC_KEY, _SYNC, _FP32 = (
 _VERSION_FILES = ("verl/version/version", "verl/verl/version/version")
 """In a checkout of verl, and in a repository that has one in a folder of that name."""
 _REQUIREMENTS = ("requirements*.txt", "pyproject.toml", "setup.py")
-_REQUIREMENT = re.compile(r"\bverl(?:\[[\w,-]{0,100}\])?\s{0,9}==\s{0,9}([0-9]+[.][0-9]+[.0-9]*)")
+_REQUIREMENT = re.compile(
+    r"^[^#\n]{0,500}?(?<![\w.-])verl(?:\[[\w,-]{0,100}\])?\s{0,9}==\s{0,9}([0-9]+(?:[.][0-9]+)+)", re.MULTILINE
+)
+"""Of no other package, such as ``my-verl``, and of no comment."""
 _FIRST_WITH_ENGINES = (0, 8)
 """Before, ``verl.trainer.main_ppo`` trains with its workers from before the engines unless the job says else."""
 _FIRST_KNOWN = (0, 9)

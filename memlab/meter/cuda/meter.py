@@ -200,6 +200,9 @@ class AllocatorMeter:
         self._marks.clear()
         return timeline
 
+    def drop(self) -> None:
+        self.finish()  # the history of the device is to be read in any case
+
     def close(self) -> None:
         # Also lifts the limit: it is the process's, and would outlive the meter.
         self.device_memory_bytes = None
