@@ -116,15 +116,17 @@ class CompiledAllocator:
 
     def allocate(self, requested_bytes: int, stream: int = 0) -> int:
         self._is_serving = True
-        if stream >= self._num_streams:
-            self._add_pools(stream)
-        call = self._call
-        call[_REQUESTED], call[_STREAM] = requested_bytes, stream
-        self._serve(1)
-        block = call[_BLOCK]
-        if self.log is not None:
-            self.log.extend((block, requested_bytes, stream))
-        self._is_serving = False
+        try:
+            if stream >= self._num_streams:
+                self._add_pools(stream)
+            call = self._call
+            call[_REQUESTED], call[_STREAM] = requested_bytes, stream
+            self._serve(1)
+            block = call[_BLOCK]
+            if self.log is not None:
+                self.log.extend((block, requested_bytes, stream))
+        finally:
+            self._is_serving = False  # after Ctrl-C too, or what is freed then would wait for a later call
         if self._late:
             self._free_late()
         return block
@@ -134,12 +136,14 @@ class CompiledAllocator:
             self._late.append(block)
             return
         self._is_serving = True
-        call = self._call
-        call[_REQUESTED], call[_BLOCK] = 0, block
-        self._serve(1)
-        if self.log is not None:
-            self.log.extend((block, 0, 0))
-        self._is_serving = False
+        try:
+            call = self._call
+            call[_REQUESTED], call[_BLOCK] = 0, block
+            self._serve(1)
+            if self.log is not None:
+                self.log.extend((block, 0, 0))
+        finally:
+            self._is_serving = False
         if self._late:
             self._free_late()
 

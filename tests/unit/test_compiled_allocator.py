@@ -108,6 +108,22 @@ def test_a_freed_slot_without_a_block_is_an_error_of_memlab() -> None:
         compiled.run(operations, [NO_BLOCK])
 
 
+@pytest.mark.parametrize("call", [_CALLS["allocate"], _CALLS["free"]])
+def test_what_is_freed_after_an_interrupted_call_is_freed_at_once(call: Callable[[Any], object]) -> None:
+    def interrupted(*_: int) -> int:
+        raise KeyboardInterrupt
+
+    allocator = compiled_from(filled())
+    code, allocator._code = allocator._code, interrupted  # Ctrl-C comes at any line
+    with pytest.raises(KeyboardInterrupt):
+        call(allocator)
+    allocator._code = code
+    expected = compiled_from(filled())
+    for each in (allocator, expected):
+        collect(each)
+    assert allocator.state([1, 3]) == expected.state([1, 3])
+
+
 def test_a_long_log_is_tried_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "_MANY", 3)
     allocator = CachingAllocator()
