@@ -139,7 +139,7 @@ class Units:
             num_equal[unit.before, unit.kind, unit.after] += 1
         for unit in units:
             unit.num_equal_after = num_equal[unit.before, unit.kind, unit.after] - unit.num_equal_before - 1
-        if not units[0].is_in_checkpoint:
+        if units and not units[0].is_in_checkpoint:  # a stage may have no layer
             _number_rows(units)
 
     def _unit(self, layers: tuple[int, ...], former: dict[tuple[int, ...], Unit]) -> Unit:

@@ -186,7 +186,7 @@ class NotebookPage:
 
     def save(self) -> None:
         """Writes the notebook to the server's folder, with its outputs."""
-        self.page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+        self._run("docmanager:save", ANSWER_SECONDS)
 
     def close_notebook(self) -> None:
         """Closes the notebook that is open, and ends its kernel; the page stays."""

@@ -15,8 +15,10 @@ from typing import Any, Self
 import psutil
 
 START_SECONDS = 60
-# Nothing pops up over the page, and nothing is fetched from the network.
+# Nothing pops up over the page, and nothing is fetched from the network. A save that meets JupyterLab's own, each two
+# minutes, asks whether the file has changed on the disk, and waits for an answer.
 SETTINGS = {
+    "@jupyterlab/docmanager-extension/plugin": {"autosave": False},
     "@jupyterlab/apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
 # No notebook needs them, and they work whenever the server starts (for language servers, it asks npm) or a page is loaded.

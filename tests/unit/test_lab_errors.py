@@ -173,7 +173,7 @@ def test_a_failed_build_keeps_nothing_in_its_exception(
     place: str, open_lab: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patched:
-        patched.setattr(place, lambda *_: 1 / 0)
+        patched.setattr(place, lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError) as caught:
             open_lab("phi-4-tiny")
     assert any("Stepper" in note or "build" in note for note in caught.value.__notes__)
