@@ -54,7 +54,7 @@ def find_retained(
         model: Between two steps.
         of_replayed: By number of a layer whose last pass was replayed and has made no graph: what an equal layer keeps,
             with holders named from the layer on.
-        seen: Identities of the storages that this is about.
+        seen: Identities of the storages that `of_replayed` is about; graphs of other layers may keep them too.
 
     Returns:
         One entry per leaf with the shortest path to it, in the order of the modules.

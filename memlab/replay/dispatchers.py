@@ -181,7 +181,7 @@ class Dispatchers:
     def kept_in_graphs(self) -> tuple[dict[int, list[Retained]], set[int]]:
         """Returns by layer what its token dispatcher would keep in a graph, where stand-ins keep it.
 
-        Beside it the identities of the storages that this is about, which the graphs of other layers may keep too.
+        Beside it the identities of the storages that stand-ins keep so, which the graphs of other layers may keep too.
         """
         found: dict[int, list[Retained]] = {}
         storages: set[int] = set()
