@@ -28,6 +28,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
+
 from memlab.atomic_files import written_aside
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -70,13 +72,18 @@ class KeptPredictions:
 
     @classmethod
     def here(cls) -> Self | None:
-        """Returns those of this user; None if there is no folder for them."""
-        folder = _folder()
-        if folder is None:
+        """Returns those of this user; None if there is no folder for them.
+
+        None too if a source has changed since this process began, such as a notebook's: it may have loaded the former
+        one.
+        """
+        folder, sources = _folder(), _sources(_PACKAGES)
+        began_ns = psutil.Process().create_time() * 1e9
+        if folder is None or any(changed_ns > began_ns for *_, changed_ns in sources):
             return None
         read = sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES))
         variables = [each for each in read if each[0] not in _WITHOUT_EFFECT]
-        code = sys.version, platform.platform(), _installed(), _sources(_PACKAGES), variables
+        code = sys.version, platform.platform(), _installed(), sources, variables
         return cls(folder, _digest(code), _digest(_sources(_CHANGING)))
 
     def prediction(

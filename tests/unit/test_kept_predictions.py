@@ -180,13 +180,16 @@ def test_another_version_of_the_code_finds_nothing(
 ) -> None:
     package = tmp_path / "site" / "of_a_job" / "inner"
     package.mkdir(parents=True)
-    source = package / "code.py"
-    source.write_text("a = 1")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setattr(kept_predictions, "_PACKAGES", ("of_a_job", "is_not.installed"))
+
+    def write(name: str, text: str, seconds: int = 1) -> None:
+        (package / name).write_text(text)
+        os.utime(package / name, (seconds, seconds))
+
+    write("code.py", "a = 1")
     environments = [now().environment]
-    assert now().environment == environments[0]
-    (package / "notes.txt").write_text("of nobody")
+    write("notes.txt", "of nobody")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert now().environment == environments[0], "that changes no step"
 
@@ -194,12 +197,11 @@ def test_another_version_of_the_code_finds_nothing(
         environments.append(now().environment)
         return environments[-1] not in environments[:-1]
 
-    source.write_text("a = 22")
+    write("code.py", "a = 22")
     assert is_another()
-    state = source.stat()
-    os.utime(source, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    write("code.py", "a = 22", seconds=2)
     assert is_another()
-    (package / "more.py").touch()
+    write("more.py", "")
     assert is_another()
     (tmp_path / "site" / "other-1.0.dist-info").mkdir()
     assert is_another()
@@ -208,6 +210,8 @@ def test_another_version_of_the_code_finds_nothing(
     one = seen()
     kept.keep(one, UNKNOWN, {})
     assert of(kept, one) is not None and of(now(), one) is None
+    (package / "code.py").touch()
+    assert KeptPredictions.here() is None, "this process may have loaded the former one"
 
 
 def test_nothing_is_kept_once_the_sources_have_changed_since_the_search_began(kept: KeptPredictions) -> None:
