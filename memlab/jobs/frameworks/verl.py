@@ -218,15 +218,15 @@ def note_program(reading: Reading) -> None:
 
 def _is_own_program(name: str) -> bool:
     """Whether a program is one of verl's (0.2.0 to 0.9.1 and 1dda039b), and not of a fork."""
-    parts = name.removesuffix(".py").replace("/", ".").split(".")
-    of_trainer = parts[-2:-1] == ["trainer"] and parts[-3:-2] == ["verl"]
-    return "verl" in parts[:-1] and (not of_trainer or parts[-1] in _PROGRAMS_OF_TRAINER)
+    *folders, program = name.removesuffix(".py").replace("/", ".").split(".")
+    below = folders[len(folders) - folders[::-1].index("verl") :] if "verl" in folders else [""]
+    return below[:1] == ["experimental"] or (below == ["trainer"] and program in _PROGRAMS_OF_TRAINER)
 
 
 def note_workers(reading: Reading) -> None:
     """Says that a job trains with the workers that verl had before its engines, where its checkout shows that."""
     key = "trainer.use_legacy_worker_impl"
-    what = trains_without_engines(reading.path) if reading.version in (None, BEFORE) else None
+    what = trains_without_engines(reading.started) if reading.version in (None, BEFORE) else None
     if what is not None and key not in reading.entries.by_key:
         reading.miss(
             key, "either", f"{what}, which trains with its workers from before the engines: memlab predicts the engines"
@@ -252,8 +252,8 @@ def take_rows_of_all_ranks(reading: Reading) -> None:
     have different sequences, and the actor's counts prompts in 0.1. Later releases have no such division, and the key
     is named.
     """
-    values, release = reading.values, release_around(reading.path)
-    if reading.version not in (None, BEFORE) or release is None or trains_without_engines(reading.path) is None:
+    values, release = reading.values, release_around(reading.started)
+    if reading.version not in (None, BEFORE) or release is None or trains_without_engines(reading.started) is None:
         return
     split = math.prod(
         values.get(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "pipeline_model", "context")

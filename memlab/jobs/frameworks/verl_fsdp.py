@@ -263,7 +263,7 @@ def take_sync_of_gradients(reading: Reading, engine: str) -> None:
     if key in reading.entries.by_key or values.get("num_microbatches") == 1 or reading.version == RELEASE:
         return
     # A user's BEFORE may mean July too, a checkout's and a recipe's do not.
-    if reading.version == BEFORE and (version_around(reading.path) or ("",))[0] == BEFORE:
+    if reading.version == BEFORE and (version_around(reading.started) or ("",))[0] == BEFORE:
         return
     if reading.version == FP32_SINCE:
         reading.taken = [one for one in reading.taken if one.key != key]

@@ -23,7 +23,7 @@ from memlab.jobs.shell import patterns, syntax
 from memlab.jobs.shell.builtins import Builtins, Input
 from memlab.jobs.shell.conditions import Answers, Operand, both, decide, either, negated
 from memlab.jobs.shell.filters import substituted, translated
-from memlab.jobs.shell.paths import path_here, printed_path
+from memlab.jobs.shell.paths import file_above, path_here, printed_path
 from memlab.jobs.shell.variables import (
     ASSIGNMENT,
     OwnArguments,
@@ -85,6 +85,8 @@ class Script:
     """What is wrong with the script itself, such as a missing sourced file: to be corrected before anything else."""
     lacks_arguments: str = ""
     """Which of the values that the script is started with are not given; nothing if it uses none."""
+    folders: list[str] = field(default_factory=list)
+    """Where it goes with ``cd``, as far as that is known."""
 
 
 def read_script(
@@ -110,7 +112,9 @@ def read_script(
     reader = _Reader(dict(given or {}), path, arguments, is_job)
     reader.follow(text)
     faults = reader.faults
-    return Script(reader.commands, list(faults.warnings), list(faults.causes), faults.lacks_arguments(path.name))
+    return Script(
+        reader.commands, list(faults.warnings), list(faults.causes), faults.lacks_arguments(path.name), reader.folders
+    )
 
 
 class _LeaveError(Exception):
@@ -158,6 +162,7 @@ class _Reader(Builtins):
         """Ends of a function or a loop that memlab could not decide: what follows there may not run."""
         self.parsed: dict[str, syntax.Node] = {}
         self.program = ""
+        self.folders: list[str] = []
         """The first word of the running command, as the script has it."""
         self.printed_code: str | None = None
         """The exit code of the last ``$(...)`` of the running command."""
@@ -636,6 +641,7 @@ class _Reader(Builtins):
             return self._coded(False, "127")
         self.faults.may_set_any |= name in _LOADING
         if name in _SUCCEEDING:
+            self.folders += [text for text in arguments if name == "cd" and UNKNOWN not in text]
             self.print_out(UNKNOWN if name in _PRINTING else "")
             return self._coded(True)
         return self._launched(words, environment | _set_by_wrappers(words))
@@ -853,8 +859,11 @@ class _Reader(Builtins):
                 "it with --set NAME=VALUE",
             )
             return True
-        if Path(name).is_absolute() and (here := path_here(path, self.script)) != path:
-            self.warn(f"the script sources {path}, which is not on this machine, and memlab reads {here}")
+        is_absolute = Path(name).is_absolute()
+        here = path_here(path, self.script) if is_absolute else file_above(name, path, self.script)
+        if here != path:
+            where = "which is not on this machine" if is_absolute else "which is not beside it"
+            self.warn(f"the script sources {path if is_absolute else name}, {where}, and memlab reads {here}")
             path = here
         try:
             text = path.read_text(encoding="utf-8") if path.is_file() and path.stat().st_size < 2**20 else None
