@@ -583,7 +583,10 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
         return
     source, folder, name = named
     entries.add("config_name", name, entries.program.line)
-    base = (source.parent / folder / name).with_suffix(".yaml")
+    package = folder.removeprefix("pkg://").replace(".", "/") if folder.startswith("pkg://") else None
+    folders = [source.parent / folder] if package is None else [up / package for up in path.absolute().parents]
+    bases = [folder / f"{name}.yaml" for folder in folders]
+    base = next((base for base in bases if _is_file(base)), bases[0])
     if name in framework.configurations and not (_is_of(framework, entries.program) and _is_file(base)):
         return
     if not _is_file(base):

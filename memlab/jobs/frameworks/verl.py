@@ -245,6 +245,24 @@ def note_lengths(reading: Reading) -> None:
             )
 
 
+def take_turns(reading: Reading) -> None:
+    """Takes the rows of programs whose configuration has the length of the first turn, as Search-R1's does.
+
+    Its ``GenerationManager`` keeps the last ``max_start_length`` tokens of the first prompt, and after it the text of
+    all turns, of the model and of its tools, up to ``max_prompt_length`` (PeterGriffinJin/Search-R1, a14dc3a4).
+    """
+    key = "data.max_start_length"
+    start, later = reading.get(key), reading.values["prompt_length"]
+    if is_number(start) and is_number(later):
+        reading.take(key, "prompt_length", start)
+        reading.values["response_length"] = later
+        reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+        reading.warnings.append(
+            f"{key}: memlab takes rows as Search-R1's program makes them: {start:,} tokens and, of all turns after "
+            f"them, at most the {later:,} of data.max_prompt_length"
+        )
+
+
 def take_rows_of_all_ranks(reading: Reading) -> None:
     """Takes micro-batches from the keys that count the sequences of all ranks, as verl's earlier workers do.
 
@@ -270,8 +288,11 @@ def take_rows_of_all_ranks(reading: Reading) -> None:
 def take_gpus_of_the_engine(reading: Reading) -> None:
     """Takes an inference engine on GPUs of its own where a job trains fully asynchronously.
 
-    Its trainer asserts that ``hybrid_engine`` is false (``verl/experimental/fully_async_policy``, 1dda039b).
+    Its trainer asserts that ``hybrid_engine`` is false (``verl/experimental/fully_async_policy``, 1dda039b). The keys
+    may be of something else in the configuration of another program, whose job says that it is true.
     """
+    if reading.other_program and reading.get("actor_rollout_ref.hybrid_engine") is True:
+        return
     key = next((key for key in ("rollout.n_gpus_per_node", "rollout.nnodes") if key in reading.entries.by_key), None)
     if key is None or not reading.values["is_colocated"]:
         return
@@ -291,6 +312,7 @@ def complete(reading: Reading) -> None:
     note_program(reading)
     note_workers(reading)
     note_lengths(reading)
+    take_turns(reading)
     take_gpus_of_the_engine(reading)
     check_engine(reading)
     note_critic(reading, "critic.megatron")

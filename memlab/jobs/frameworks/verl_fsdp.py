@@ -70,6 +70,7 @@ from memlab.jobs.frameworks.verl import (
     take_gpus_of_the_engine,
     take_rows_of_all_ranks,
     take_rows_of_budget,
+    take_turns,
 )
 from memlab.jobs.frameworks.verl_checkout import BEFORE, FP32_SINCE, RELEASE, version_around
 
@@ -235,6 +236,7 @@ def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_
     note_program(reading)
     note_workers(reading)
     note_lengths(reading)
+    take_turns(reading)
     take_gpus_of_the_engine(reading)
     note_critic(reading, f"critic.{name}")
     if values["is_colocated"]:

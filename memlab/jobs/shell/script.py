@@ -113,7 +113,11 @@ def read_script(
     reader.follow(text)
     faults = reader.faults
     return Script(
-        reader.commands, list(faults.warnings), list(faults.causes), faults.lacks_arguments(path.name), reader.folders
+        reader.commands,
+        list(faults.warnings),
+        faults.causes_before(reader.num_jobs),
+        faults.lacks_arguments(path.name),
+        reader.folders,
     )
 
 
@@ -707,7 +711,7 @@ class _Reader(Builtins):
 
     def _stops_at(self, line: int, name: str) -> None:
         if self.stops is None:
-            self.faults.stops_without(line, name)
+            self.faults.stops_without(line, name, self.num_jobs)
         else:
             self.stops.append((line, name))
 
