@@ -482,3 +482,30 @@ def test_a_row_of_slime_is_full_where_prompts_may_be_of_any_length(prompts: int,
     assert scenario.seq_length == 4096
     assert scenario.packed_sequences <= prompts
     assert any("memlab takes rows of the budget, 4,096 tokens" in one for one in job.warnings)
+
+
+@pytest.mark.parametrize(
+    ("start", "is_needed"),
+    [
+        ("while [[ $# -gt 0 ]]; do case $1 in --model) MODEL=$2; shift 2;; *) break;; esac; done\n", False),
+        ('if [ "$#" -ge 1 ]; then MODEL=$1; fi\n', False),
+        ("MODEL=$1\n", True),
+    ],
+)
+def test_arguments_that_a_script_reads_only_if_there_are_any_are_no_cause(
+    start: str, is_needed: bool, tmp_path: Path
+) -> None:
+    """``Causes first`` names what keeps a job from starting; such a script starts without arguments."""
+    text = f"MODEL=Qwen/Qwen2.5-0.5B\n{start}" + VERL.format(f"{ROWS} actor_rollout_ref.model.path=$MODEL")
+    job = _read(tmp_path / "run.sh", text)
+    assert any("is started with values" in one for one in job.causes) is is_needed
+    assert is_needed or any("cannot decide whether the script gives MODEL this value" in one for one in job.warnings)
+
+
+@pytest.mark.parametrize("start", ["[ -f {0} ] && source {0}\n", "if [[ -r {0} ]]; then . {0}; fi\n", "source {0}\n"])
+def test_a_file_that_is_sourced_only_where_it_is_there_is_no_cause(start: str, tmp_path: Path) -> None:
+    text = start.format("./secrets.env") + VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B")
+    job = _read(tmp_path / "run.sh", text)
+    is_cause = start.startswith("source")
+    assert any("secrets.env does not exist" in one for one in job.causes) is is_cause
+    assert any("sources secrets.env where it is there" in one for one in job.warnings) is not is_cause

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,8 @@ class _Reader(Builtins):
         self.calls: list[str] = []
         """Functions that are running."""
         self.hidden = []
-        self.is_certain = True
+        self.tested_files: set[str] = set()
+        """Files of which the script asks whether they are there."""
         self.depth = self.loops = self.shells = self.sources = self.source_depth = self.steps = self.snapshots = 0
         self.texts = 0
         """How many of these shells run a text that starts the job: nobody runs such a one for its ``exit``, either."""
@@ -874,13 +875,7 @@ class _Reader(Builtins):
         except (OSError, ValueError):
             text = None
         if text is None or UNKNOWN in text:
-            self.faults.lacks_file(
-                self.line,
-                path.name,
-                f"the sourced file {path.name} does not exist, or is not a text of less than 1 MiB, so what it sets is "
-                "unknown: put it there, or give what it sets with --set NAME=VALUE",
-            )
-            return self._coded(True)
+            return self._lacks_file(name, path)
         own, self.path = self.path, path
         lines, self.lines = self.lines, text.splitlines()
         outer = self.arguments
@@ -900,6 +895,20 @@ class _Reader(Builtins):
             self.doubts = doubts + [doubt for doubt in self.doubts if doubt.kind != "return"]
             self.source_depth -= 1
 
+    def _lacks_file(self, name: str, path: Path) -> bool | None:
+        """Says that a sourced file is missing; one of which the script asks whether it is there may be."""
+        if name in self.tested_files and not self.is_certain:
+            self.faults.may_set_any = True
+            self.warn(f"the script sources {path.name} where it is there, and memlab goes on without it")
+        else:
+            self.faults.lacks_file(
+                self.line,
+                path.name,
+                f"the sourced file {path.name} does not exist, or is not a text of less than 1 MiB, so what it sets is "
+                "unknown: put it there, or give what it sets with --set NAME=VALUE",
+            )
+        return self._coded(True)
+
     # Tests
 
     def _tested(self, words: list[Word]) -> bool | None:
@@ -914,6 +923,8 @@ class _Reader(Builtins):
                 texts = self.words(word)
                 lacks_words |= not texts and self._is_from_outside(word)
                 operands += [Operand(text) for text in texts]
+        texts = [one.text for one in operands]
+        self.tested_files |= {text for test, text in pairwise(texts) if test in ("-f", "-e", "-r", "-s")}
         answers = Answers(self.number, self.is_set, self.matches, self._finds)
         return decide(operands, is_double=is_double, lacks_words=lacks_words, answers=answers)
 
