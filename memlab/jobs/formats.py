@@ -368,12 +368,14 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     # Arguments may be missing because of what could not be followed, such as a sourced file.
     causes = [*script.causes, *([script.lacks_arguments] if script.lacks_arguments else []), *script.warnings]
     cause = f"{path.name}, {causes[0]}; " if causes else ""
+    by_file = _by_its_configuration(script, path) if found is None else None
+    found = found if by_file is None else by_file[0]
     if found is None:
         raise NoJobError(
             f"{cause}{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format"
         )
     entries = Entries(causes=list(script.causes), warnings=list(script.warnings))
-    command = _chosen(script, found, entries.warnings)
+    command = _chosen(script, found, entries.warnings) if by_file is None else by_file[1]
     if command is not None:
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
         if framework.style == "flags":
@@ -386,6 +388,12 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             entries.environment = dict(command.variables)
             entries.started_in = _folder_of_program(_program_of(words), script.folders, path)
             _take_overrides(words, path, framework, entries)
+        if by_file is not None:
+            started = [word for word, _ in command.words if word.endswith(".py")][-1]
+            entries.warnings.append(
+                f"line {command.line}: the script starts {shortened(started)} with a configuration of "
+                f"{framework.title}: memlab takes it for a training by {framework.title}'s own program"
+            )
         entries.environment = entries.environment | command.variables
         entries.not_exported = command.not_exported
         _take_environment_of_ray(command, path, entries)
@@ -403,6 +411,38 @@ def _flags_after_program(command: Command) -> frozenset[str]:
     own = Entries()
     read_flags([one for one in command.words[start + 1 :] if not isinstance(one[0], OwnArguments)], own)
     return frozenset(own.by_key)
+
+
+_TRAINS_NOT = re.compile(r"(?i)eval|convert|export|infer|generat|serv|test|data|plot")
+
+
+def _by_its_configuration(script: Script, path: Path) -> tuple[str, Command] | None:
+    """Returns the one command with a program of one's own and ``--config``, and the framework of that file's keys."""
+    found: dict[tuple[str, str], Command] = {}
+    for command in script.commands:
+        texts = [word for word, _ in command.words]
+        programs = [text for text in texts if text.endswith(".py")]
+        names = [
+            text.partition("=")[2] or after for text, after in pairwise([*texts, ""]) if re.match("--config(=|$)", text)
+        ]
+        if (
+            not programs
+            or not names
+            or UNKNOWN in names[0]
+            or any(_TRAINS_NOT.search(Path(one).name) for one in programs)
+        ):
+            continue
+        files = [folder / names[0] for folder in path.absolute().parents]
+        file = next((one for one in files if one.suffix in (".yaml", ".yml") and _is_file(one)), None)
+        framework = None if file is None else framework_of_keys(_keys_of(file))
+        if framework is not None and framework_named(framework).style == "overrides":
+            found[framework, names[0]] = command
+    return next(((name, command) for (name, _), command in found.items()), None) if len(found) == 1 else None
+
+
+def _keys_of(file: Path) -> list[str]:
+    root = read_yaml(_text(file)[0], file.name)
+    return [*_with_defaults(root, file, [file]).by_key, *root.value]
 
 
 def _take_files_of_flags(

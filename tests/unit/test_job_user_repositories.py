@@ -583,3 +583,30 @@ def test_the_configuration_beside_a_program_of_one_s_own_is_read_whatever_its_na
     (tmp_path / "tool" / "trainer" / "config" / "ppo_trainer.yaml").write_text(DEFAULTS)
     job = _read(tmp_path / "run.sh", VERL.replace("verl.trainer", "tool.trainer").format(ROWS))
     assert {one.key: one.value for one in job.taken}["trainer.n_gpus_per_node"] == 4
+
+
+@pytest.mark.parametrize(
+    ("program", "file", "is_read"),
+    [
+        ("boot.py ${ENTRY:-run_mine.py}", "exp/config.yaml", True),
+        ("mine.py", "exp/config.yaml", True),
+        ("eval_mine.py", "exp/config.yaml", False),
+        ("mine.py", "exp/other.yaml", False),
+        ("mine.py", "missing.yaml", False),
+    ],
+)
+def test_a_program_of_one_s_own_with_a_configuration_of_a_framework_is_its_job(
+    program: str, file: str, is_read: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "config.yaml").write_text(NEMO.format("megatron_cfg: {enabled: true}"))
+    (tmp_path / "exp" / "other.yaml").write_text("seed: 1\n")
+    (tmp_path / "run.sh").write_text(f"uv run python {program} --config {file} policy.train_micro_batch_size=4\n")
+    if not is_read:
+        with pytest.raises(ValueError, match="is of no format that memlab reads"):
+            Job.read(tmp_path / "run.sh")
+        return
+    job = Job.read(tmp_path / "run.sh")
+    assert job.framework.startswith("nemo-rl")
+    assert {one.key: one.value for one in job.taken}["policy.train_micro_batch_size"] == 4
+    assert any("takes it for a training by NeMo-RL's own program" in one for one in job.warnings)
