@@ -28,8 +28,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
-
 from memlab.atomic_files import written_aside
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -37,6 +35,7 @@ from memlab.fitting.does_it_fit import Steps, completes_in_any_case
 from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.prediction import Prediction, Seen
 from memlab.jobs.frameworks.framework import NotModelled
+from memlab.quiet_import import MEMLAB_IMPORTED_NS
 from memlab.record.step_record import StepRecord
 
 FOLDER_VARIABLE = "MEMLAB_PREDICTIONS"
@@ -74,12 +73,11 @@ class KeptPredictions:
     def here(cls) -> Self | None:
         """Returns those of this user; None if there is no folder for them.
 
-        None too if a source has changed since this process began, such as a notebook's: it may have loaded the former
-        one.
+        None too if a source has changed since this process, such as a notebook's, imported memlab: it may have loaded
+        the former one.
         """
         folder, sources = _folder(), _sources(_PACKAGES)
-        began_ns = psutil.Process().create_time() * 1e9
-        if folder is None or any(changed_ns > began_ns for *_, changed_ns in sources):
+        if folder is None or any(changed_ns > MEMLAB_IMPORTED_NS for *_, changed_ns in sources):
             return None
         read = sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES))
         variables = [each for each in read if each[0] not in _WITHOUT_EFFECT]
