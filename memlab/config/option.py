@@ -143,6 +143,11 @@ def options_of(cls: type) -> dict[str, Option]:
     return found
 
 
+@cache
+def _own_names(cls: type) -> frozenset[str]:
+    return frozenset(field.name for field in fields(cls))
+
+
 def check_options(settings: Any, prefix: str = "") -> None:
     """Checks the type, the choices and the range of each option of an object, and makes other whole numbers Python's.
 
@@ -155,7 +160,7 @@ def check_options(settings: Any, prefix: str = "") -> None:
     Raises:
         RuleError: If one breaks its rule.
     """
-    own = {field.name for field in fields(settings)}
+    own = _own_names(type(settings))  # type: ignore[arg-type]  # a class is hashable
     for name, one in options_of(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
         if name not in own:
             continue  # of an object that has checked itself
@@ -183,11 +188,13 @@ def check_engine(settings: Any, engine: EngineName) -> None:
     Raises:
         RuleError: If it does not have one.
     """
-    own = {field.name for field in fields(settings)}
+    own = _own_names(type(settings))  # type: ignore[arg-type]  # a class is hashable
     for name, one in options_of(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
+        if engine in one.engines:
+            continue
         outer, _, inner = name.partition("_")
         value = getattr(settings, name) if name in own else getattr(getattr(settings, outer), inner, one.default)
-        if engine not in one.engines and value != one.default:
+        if value != one.default:
             raise RuleError(
                 f"{name} is {shortened(value)}, but engine {engine!r} does not have this option: leave it out, or "
                 f"choose engine {one.engines[0]!r}",
