@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -381,6 +381,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             _take_files_of_flags(found, command, words, path, entries)
         else:
             entries.environment = dict(command.variables)
+            entries.started_in = _folder_of_program(_program_of(words), script.folders, path)
             _take_overrides(words, path, framework, entries)
         entries.environment = entries.environment | command.variables
         entries.not_exported = command.not_exported
@@ -500,7 +501,7 @@ def _take_configuration(
         base = base if base.suffix in (".yaml", ".yml") else base.with_name(f"{base.name}.yaml")
         if framework.knows(key) and not entry.is_unknown:
             entries.by_key[key] = entry
-        named = _named_for_hydra(program, path, framework) if key == "config_name" else None
+        named = _named_for_hydra(program, path, framework, entries.started_in) if key == "config_name" else None
         if base.stem in framework.configurations:
             _take_other_defaults(base.stem, entry, framework, entries)
             if named is None or not _is_of(framework, program):
@@ -533,17 +534,12 @@ def _take_configuration_file(base: Path, framework: Framework, entries: Entries)
 
 
 def _is_of(framework: Framework, program: Entry | None) -> bool:
-    return program is not None and str(program.value).startswith(f"{framework.name}.")
+    return program is not None and str(program.value).startswith(f"{framework.name.partition('-')[0]}.")
 
 
 def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framework, entries: Entries) -> None:
     """Takes the overrides of a command over what they override: a configuration or a recipe that it names."""
-    programs = (
-        Entry("", word, line)
-        for (flag, _), (word, line) in pairwise([("", 0), *words])
-        if flag == "-m" or (word.endswith(".py") and "=" not in word)
-    )
-    program = next(programs, None)
+    program = _program_of(words)
     _take_configuration(words, path, framework, entries, program)
     if framework.name == "bridge":
         read_recipe(words, path, entries)
@@ -558,9 +554,25 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
     resolve(entries, dict(entries.environment))
 
 
+_MODULE = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")
+
+
+def _program_of(words: list[tuple[str, int]]) -> Entry | None:
+    """Returns the file or module that a command starts; torchrun's ``-m`` is a switch before other flags."""
+    pairs = list(pairwise([("", 0), *words]))
+    for at, ((flag, _), (word, line)) in enumerate(pairs):
+        if flag == "-m" and word.startswith("-"):
+            after = takewhile(lambda one: one[0].startswith("-") or "=" not in one[0], words[at:])
+            modules = [Entry("", name, line) for name, line in after if _MODULE.fullmatch(name)]
+            return modules[-1] if modules else None
+        if flag == "-m" or (word.endswith(".py") and "=" not in word):
+            return Entry("", word, line)
+    return None
+
+
 def _take_configuration_of_program(path: Path, framework: Framework, entries: Entries) -> None:
     """Takes the configuration that the source of a job's own program names, where both lie near the script."""
-    named = _named_for_hydra(entries.program, path, framework)
+    named = _named_for_hydra(entries.program, path, framework, entries.started_in)
     if entries.program is None:
         return
     module = str(entries.program.value).removesuffix(".py").replace("/", ".")
@@ -571,7 +583,10 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
         return
     source, folder, name = named
     entries.add("config_name", name, entries.program.line)
-    base = (source.parent / folder / name).with_suffix(".yaml")
+    package = folder.removeprefix("pkg://").replace(".", "/") if folder.startswith("pkg://") else None
+    folders = [source.parent / folder] if package is None else [up / package for up in path.absolute().parents]
+    bases = [folder / f"{name}.yaml" for folder in folders]
+    base = next((base for base in bases if _is_file(base)), bases[0])
     if name in framework.configurations and not (_is_of(framework, entries.program) and _is_file(base)):
         return
     if not _is_file(base):
@@ -615,15 +630,18 @@ def _take_file_in_source(path: Path, framework: Framework, entries: Entries) -> 
     entries.warnings += own.warnings
 
 
-def _named_for_hydra(program: Entry | None, path: Path, framework: Framework) -> tuple[Path, str, str] | None:
+def _named_for_hydra(
+    program: Entry | None, path: Path, framework: Framework, started_in: Path | None
+) -> tuple[Path, str, str] | None:
     """Returns the source of a job's own program, if it lies near, and its configuration's folder and name.
 
     Nothing is executed: the decorator ``hydra.main`` is found in the text. The framework's own program counts where it
     lies in a checkout whose configurations are others than memlab's defaults.
     """
-    if program is None or not framework.knows("config_name"):
+    if program is None or not framework.folder_of_configurations:
         return None
-    source = _source_of(str(program.value), path)
+    source = _source_of(str(program.value), path if started_in is None else started_in / path.name)
+    source = source or _source_of(str(program.value), path)
     if _is_of(framework, program) and (source is None or not framework.has_earlier_configurations(source)):
         return None
     found = None if source is None else _HYDRA_MAIN.search(_text(source)[0])
@@ -638,7 +656,19 @@ def _source_of(program: str, path: Path) -> Path | None:
             source = up.joinpath(*parts[first:]).with_suffix(".py")
             if _is_file(source):
                 return source
+        in_a_checkout = up.joinpath(parts[0], *parts).with_suffix(".py")
+        if _is_file(in_a_checkout):
+            return in_a_checkout
     return None
+
+
+def _folder_of_program(program: Entry | None, names: list[str], path: Path) -> Path | None:
+    """Returns the folder with the program among those to which a script goes, below one that holds the script."""
+    if program is None:
+        return None
+    file = Path(str(program.value).removesuffix(".py").replace(".", "/")).with_suffix(".py")
+    folders = (up / name for name in names if re.match(r"\w", name) for up in path.absolute().parents)
+    return next((folder for folder in folders if _is_file(folder / file)), None)
 
 
 def _take_launcher(words: list[tuple[str, int]], framework: Framework, entries: Entries) -> None:

@@ -159,7 +159,7 @@ class Job:
         _override(framework, entries, {k: text for k, text in given.items() if k not in environment or k in own})
         entries = framework.own_entries(entries)
         reading = Reading(path=path, entries=entries, version=version, warnings=list(entries.warnings))
-        if version is None and (around := framework.version_around(path)) is not None:
+        if version is None and (around := framework.version_around(reading.started)) is not None:
             reading.version, what = around
             reading.warnings.append(
                 f"{what}, with the defaults of {reading.version}: memlab takes these; give --framework-version for "
