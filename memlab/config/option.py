@@ -182,6 +182,11 @@ def check_options(settings: Any, prefix: str = "") -> None:
             _refuse(one, name, value, "True or False")
 
 
+@cache
+def _options_without(cls: type, engine: EngineName) -> list[tuple[str, Option]]:
+    return [(name, one) for name, one in options_of(cls).items() if engine not in one.engines]
+
+
 def check_engine(settings: Any, engine: EngineName) -> None:
     """Checks that an engine has each option of an object that differs from its default.
 
@@ -189,9 +194,7 @@ def check_engine(settings: Any, engine: EngineName) -> None:
         RuleError: If it does not have one.
     """
     own = _own_names(type(settings))  # type: ignore[arg-type]  # a class is hashable
-    for name, one in options_of(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
-        if engine in one.engines:
-            continue
+    for name, one in _options_without(type(settings), engine):  # type: ignore[arg-type]  # a class is hashable
         outer, _, inner = name.partition("_")
         value = getattr(settings, name) if name in own else getattr(getattr(settings, outer), inner, one.default)
         if value != one.default:
