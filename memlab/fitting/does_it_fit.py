@@ -178,7 +178,8 @@ def verdict_margin(verdict: Verdict, limit_bytes: int, peak: PeakRange) -> str:
             )
         return f": short by {format_bytes(short_bytes)}"
     if peak.is_exact:
-        less = ', not enough for "fits"' if verdict == "may fit" else ""
+        why = ": the step may need more than predicted, and not every free byte can be used"
+        less = f', not enough for "fits"{why}' if verdict == "may fit" else ""
         return f", with {format_bytes(-short_bytes)} to spare{less}"
     if verdict == "may fit":
         return f": its peak is {peak}, and torch can have {format_bytes(limit_bytes)}"
