@@ -482,10 +482,12 @@ def _workers(
     if not isinstance(engines, str):
         compile_in_background(tell)
         kept = KeptPredictions.here() if replay and not anew else None
-        with open_workers(engines, at_most=at_most, replay=replay, not_modelled=not_modelled, kept=kept) as workers:
-            yield workers
-        if kept is not None:
-            kept.shorten()
+        try:
+            with open_workers(engines, at_most=at_most, replay=replay, not_modelled=not_modelled, kept=kept) as workers:
+                yield workers
+        finally:
+            if kept is not None:
+                kept.shorten()
         if workers.num_kept:
             tell(f"{workers.num_kept} of these steps are those of earlier searches; --anew predicts them anew")
         return

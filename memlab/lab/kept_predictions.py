@@ -10,8 +10,8 @@ The limit is not a part of the digest: a step is taken without one, and is judge
 Only where the step reserves more than the limit does the answer depend on its requests, which are not kept. Then the
 step is taken again, and its answer for this limit is kept too.
 
-A file appears whole or not at all, and has a digest of its content. Where the folder cannot be written, nothing is
-kept.
+A file appears whole or not at all, and has a digest of its name and content. Where the folder cannot be written,
+nothing is kept.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -47,9 +48,14 @@ BACKEND = "simulated"
 _CHANGING = ("memlab", "megatron.core")
 """Packages that somebody may change while a search runs."""
 _PACKAGES = (*_CHANGING, "torch", "transformer_engine", "transformers", "peft", "numpy")
-_VARIABLES = ("CUDA_", "CUBLAS", "MEMLAB_", "NCCL_", "NVTE_", "NVIDIA_", "PYTORCH_", "TORCH")
+_VARIABLES = (
+    *("CUDA_", "CUBLAS", "MEMLAB_", "NCCL_", "NVTE_", "NVIDIA_", "PYTORCH_", "TORCH", "TRANSFORMERS_"),
+    "USE_HUB_KERNELS",  # of transformers too
+)
 """How the names begin of the variables that these packages read."""
 _WITHOUT_EFFECT = {FOLDER_VARIABLE, "CUDA_VISIBLE_DEVICES"}
+_OWN_NAME = re.compile(r"[0-9a-f]{64}[.]json|[.]memlab-[0-9a-f]{8}[.]json")
+"""Of a kept step, and of what a process left that was killed while it wrote one."""
 _PLAIN = (str, int, float, bool, bytes, type(None))
 _LEFT_OUT = {"scenario", "settings", "versions", "hardware", "peak_by_module", "out_of_memory"}
 """Of a record: what is asked for, and what no prediction contains."""
@@ -77,12 +83,14 @@ class KeptPredictions:
         the former one.
         """
         folder, sources = _folder(), _sources(_PACKAGES)
-        if folder is None or any(changed_ns > MEMLAB_IMPORTED_NS for *_, changed_ns in sources):
+        if folder is None or any(placed_ns > MEMLAB_IMPORTED_NS for *_, placed_ns in sources):
             return None
         read = sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES))
         variables = [each for each in read if each[0] not in _WITHOUT_EFFECT]
-        code = sys.version, platform.platform(), _installed(), sources, variables
-        return cls(folder, _digest(code), _digest(_sources(_CHANGING)))
+        changing, files = _sources(_CHANGING), [source[:-1] for source in sources]
+        python = sys.version, sys.flags.optimize, platform.platform()
+        code = python, _installed(), files, _content_of(changing), variables
+        return cls(folder, _digest(code), _digest(changing))
 
     def prediction(
         self,
@@ -149,12 +157,12 @@ class KeptPredictions:
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with written_aside(path) as aside:
-                aside.write_bytes(sha256(content).hexdigest().encode() + b"\n" + content)
+                aside.write_bytes(_seal(path, content) + b"\n" + content)
 
     def shorten(self) -> None:
-        """Removes files that nobody has asked for longest, if there are too many."""
+        """Removes kept steps that nobody has asked for longest, if there are too many; other files stay."""
         with suppress(OSError):
-            files = list(self.folder.iterdir())
+            files = [path for path in self.folder.iterdir() if _OWN_NAME.fullmatch(path.name)]
             if len(files) > _MOST_FILES:
                 files.sort(key=lambda path: path.stat().st_mtime_ns)
                 for path in files[: len(files) - _MOST_FILES * 3 // 4]:
@@ -246,10 +254,14 @@ def _read(path: Path) -> dict[str, Any] | None:
         digest, _, content = path.read_bytes().partition(b"\n")
     except OSError:
         return None
-    if sha256(content).hexdigest().encode() != digest:
+    if _seal(path, content) != digest:
         return None
     kept: dict[str, Any] = json.loads(content)
     return kept
+
+
+def _seal(path: Path, content: bytes) -> bytes:
+    return sha256(path.name.encode() + content).hexdigest().encode()
 
 
 def _installed() -> list[str]:
@@ -262,32 +274,50 @@ def _installed() -> list[str]:
     return sorted(found)
 
 
-def _sources(packages: Iterable[str]) -> list[tuple[str, int, int]]:
-    """Returns each source file of packages that are installed, with its size and when it was changed last.
+def _sources(packages: Iterable[str]) -> list[tuple[str, int, int, int]]:
+    """Returns each source file of packages that are installed: its path, size, and when it was changed and placed.
 
-    Compiled modules count too. Megatron is often installed from a folder in which somebody works.
+    Compiled modules count too. A file that is unpacked, copied or renamed may be said to have changed long before it
+    was placed.
     """
     folders = [folder for name in packages for folder in _folders_of(name)]
-    return sorted(each for folder in folders for each in _files_in(folder))
+    return sorted(each for folder in folders for each in _files_in(folder, set()))
+
+
+def _content_of(sources: Iterable[tuple[str, int, int, int]]) -> str:
+    """Returns a digest of what files contain, which in rebuilt images may differ where size and time do not."""
+    content = sha256()
+    for name, *_ in sources:
+        with suppress(OSError):
+            content.update(sha256(Path(name).read_bytes()).digest())
+    return content.hexdigest()
 
 
 def _folders_of(package: str) -> Sequence[str]:
     try:
         spec = find_spec(package)
-    except ImportError:
+    except (ImportError, ValueError):  # the latter for a stand-in that somebody has put in its place
         return ()
     return () if spec is None else list(spec.submodule_search_locations or ())
 
 
-def _files_in(folder: str) -> Iterator[tuple[str, int, int]]:
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                if entry.name != "__pycache__":
-                    yield from _files_in(entry.path)
-            elif entry.name.endswith((".py", ".so", ".pyd", ".json")):
+def _files_in(folder: str, followed: set[str]) -> Iterator[tuple[str, int, int, int]]:
+    """Yields the files of `_sources` below a folder, also where links lead, to each place once."""
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        if entry.is_dir():
+            place = os.path.realpath(entry.path) if entry.is_symlink() else entry.path
+            if entry.name != "__pycache__" and place not in followed:
+                followed.add(place)
+                yield from _files_in(entry.path, followed)
+        elif entry.name.endswith((".py", ".so", ".pyd", ".json")):
+            with suppress(OSError):  # of a link to nothing, which an editor makes beside a file that is being changed
                 state = entry.stat()
-                yield entry.path, state.st_size, state.st_mtime_ns
+                yield entry.path, state.st_size, state.st_mtime_ns, state.st_ctime_ns
 
 
 def _digest(value: Any) -> str:

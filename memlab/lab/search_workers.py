@@ -158,11 +158,17 @@ class Workers:
         kept: KeptPredictions | None = None,
     ) -> None:
         self._processes, self._kept = processes, kept
-        self.num_kept = 0
-        """Predictions that earlier searches have kept, and this one has used."""
+        self._asked: set[Step] = set()
+        self._found: set[Step] = set()
+        """What earlier searches have kept, also of steps that this one only expected to ask for."""
         self._how = replay, backend, tuple(not_modelled), kept
         self._predictions: dict[Step, Future[Prediction]] = {}
         self._stopped = Future[None]()
+
+    @property
+    def num_kept(self) -> int:
+        """Predictions that earlier searches have kept, and this one has used."""
+        return len(self._asked & self._found)
 
     def stop(self) -> None:
         """Ends the wait for a step, or the next one, with KeyboardInterrupt; for any thread."""
@@ -193,6 +199,7 @@ class Workers:
         """
         most = len(self._processes) * (1 if num_scenarios == 1 else _STEPS_TO_CHOOSE_FROM)
         processes = self._processes
+        self._asked.add(Step(scenario, settings, limit_bytes))
         try:
             if isinstance(processes, _ThisProcess):
                 begun = self._begun(scenario, settings, limit_bytes)
@@ -238,7 +245,7 @@ class Workers:
         else:
             begun = Future()
             begun.set_result(kept)
-            self.num_kept += 1
+            self._found.add(key)
         self._predictions[key] = begun
         return begun
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from memlab.cli import main
+from memlab.commands import search as search_command
 from memlab.config.layout import Layout
 from memlab.config.lora import LoRA
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
+from memlab.fitting.layouts import Step
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.fitting.prediction import Prediction, Seen
 from memlab.jobs.frameworks.framework import NotModelled
@@ -181,12 +186,15 @@ def test_another_version_of_the_code_finds_nothing(
     package = tmp_path / "site" / "of_a_job" / "inner"
     package.mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.setattr(kept_predictions, "_PACKAGES", ("of_a_job", "is_not.installed"))
+    monkeypatch.setattr(kept_predictions, "_PACKAGES", ("of_a_job", "is_not.installed", "a_stand_in"))
+    monkeypatch.setattr(kept_predictions, "_CHANGING", ("is_not.installed",))
+    monkeypatch.setitem(sys.modules, "a_stand_in", ModuleType("a_stand_in"))  # it has no specification
 
     def write(name: str, text: str, seconds: int = 1) -> None:
         (package / name).write_text(text)
         os.utime(package / name, (seconds, seconds))
 
+    monkeypatch.setattr(kept_predictions, "MEMLAB_IMPORTED_NS", time.time_ns() + 10**15)
     write("code.py", "a = 1")
     environments = [now().environment]
     write("notes.txt", "of nobody")
@@ -205,13 +213,31 @@ def test_another_version_of_the_code_finds_nothing(
     assert is_another()
     (tmp_path / "site" / "other-1.0.dist-info").mkdir()
     assert is_another()
-    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    for variable in ("NVTE_FLASH_ATTN", "TRANSFORMERS_SDPA_FORCE_GQA", "USE_HUB_KERNELS"):
+        monkeypatch.setenv(variable, "0")
+        assert is_another(), variable
+    with monkeypatch.context() as patch:
+        without_asserts = SimpleNamespace(version=sys.version, flags=SimpleNamespace(optimize=1), path=sys.path)
+        patch.setattr(kept_predictions, "sys", without_asserts)
+        assert is_another()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (package / "linked").symlink_to(elsewhere)
+    (package / "around").symlink_to(package)
+    assert not is_another()
+    (elsewhere / "code.py").write_text("")
     assert is_another()
-    one = seen()
-    kept.keep(one, UNKNOWN, {})
-    assert of(kept, one) is not None and of(now(), one) is None
-    (package / "code.py").touch()
-    assert KeptPredictions.here() is None, "this process may have loaded the former one"
+    (package / ".#code.py").symlink_to("user@host.1:2")  # as Emacs does
+    assert not is_another()
+    monkeypatch.setattr(kept_predictions, "_CHANGING", ("of_a_job",))
+    assert is_another()
+    write("code.py", "a = 23", seconds=2)
+    assert is_another(), "neither its size nor its time has changed"
+    one, changed = seen(), now()
+    changed.keep(one, UNKNOWN, {})
+    assert of(changed, one) is not None and of(kept, one) is None
+    monkeypatch.setattr(kept_predictions, "MEMLAB_IMPORTED_NS", time.time_ns() - 10**9)
+    assert KeptPredictions.here() is None, "this process may have loaded the former one, however old this one is"
 
 
 def test_nothing_is_kept_once_the_sources_have_changed_since_the_search_began(kept: KeptPredictions) -> None:
@@ -242,6 +268,16 @@ def test_a_damaged_file_counts_as_none_and_is_replaced(kept: KeptPredictions) ->
         assert of(kept, one) is None
         kept.keep(one, UNKNOWN, {})
         assert path.read_bytes() == whole
+
+
+def test_a_file_under_another_name_counts_as_none(kept: KeptPredictions) -> None:
+    one, other = seen(), seen(settings=FULL)
+    kept.keep(one, UNKNOWN, {})
+    (path,) = kept.folder.iterdir()
+    kept.keep(other, UNKNOWN, {})
+    (path_of_other,) = set(kept.folder.iterdir()) - {path}
+    path.replace(path_of_other)
+    assert of(kept, one) is None and of(kept, other) is None
 
 
 def test_a_folder_that_takes_no_file_keeps_nothing_and_says_nothing(
@@ -277,3 +313,50 @@ def test_the_files_that_were_asked_for_last_stay(kept: KeptPredictions, monkeypa
     kept.keep(seen(settings=FULL), UNKNOWN, {})
     kept.shorten()
     assert [of(kept, one) is not None for one in steps] == [True, False, False, True]
+
+
+def test_only_kept_steps_are_removed_however_many_other_files_there_are(
+    kept: KeptPredictions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept.folder.mkdir()
+    others = {kept.folder / name for name in ("thesis.tex", "a.json", f"{'a' * 64}.txt", f"{'A' * 64}.json", ".memlab")}
+    for path in others:
+        path.touch()
+    kept.keep(seen(), UNKNOWN, {})
+    (kept.folder / ".memlab-0123abcd.json").touch()  # of a process that was killed
+    monkeypatch.setattr(kept_predictions, "_MOST_FILES", 1)
+    kept.shorten()
+    assert set(kept.folder.iterdir()) == others
+
+
+def test_an_interrupted_search_removes_too_many_files_too(
+    kept: KeptPredictions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shortened: list[Path] = []
+    monkeypatch.setattr(KeptPredictions, "shorten", lambda one: shortened.append(one.folder))
+    with pytest.raises(KeyboardInterrupt), search_command._workers(1, replay=True, anew=False):
+        raise KeyboardInterrupt
+    assert shortened == [kept.folder]
+
+
+def test_steps_that_a_search_only_expects_to_ask_for_do_not_count(kept: KeptPredictions) -> None:
+    first, following = seen(), seen(settings=FULL)
+    kept.keep(following, UNKNOWN, {})
+    scenario = first.record.scenario
+    prediction = of(kept, following)
+    assert prediction is not None
+
+    class TwoProcesses(search_workers._ThisProcess):
+        def __len__(self) -> int:
+            return 2
+
+        def wait(self) -> None:
+            (future, *_) = self._waiting.pop()
+            future.set_result(prediction)
+
+    workers = search_workers.Workers(TwoProcesses(), not_modelled=UNKNOWN, kept=kept)
+    likely = Step(scenario, FULL, GIB)
+    workers.predict(scenario, first.record.settings, GIB, lambda: iter((likely,)))
+    assert workers.known(*likely) == prediction and workers.num_kept == 0
+    workers.predict(*likely)
+    assert workers.num_kept == 1
