@@ -397,6 +397,16 @@ def fits(record: StepRecord, steps: Steps, limit_bytes: int) -> bool:
     return record.peak_reserved_bytes is None or steps.completes(record, limit_bytes)
 
 
+def completes_in_any_case(record: StepRecord, limit_bytes: int) -> bool:
+    """Whether a step completes within a limit, whatever it requests.
+
+    The first predicted step of a lab that reserved no more has completed within the limit already.
+    """
+    if record.peak_reserved_bytes is None or record.peak_reserved_bytes > limit_bytes:
+        return False
+    return record.step_index == 1 and KINDS[record.backend].is_prediction and not further_steps_of(record.scenario)
+
+
 def transferred_bytes(record: StepRecord) -> int:
     """Returns what a step and the pause after it copy to the host and back; gradients are dropped, not copied."""
     groups = record.offloaded_bytes_by_group
