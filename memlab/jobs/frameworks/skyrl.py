@@ -41,6 +41,7 @@ from memlab.jobs.frameworks.skyrl_megatron import (
     padding_in_fp8,
     padding_missing,
 )
+from memlab.jobs.frameworks.skyrl_rules import check_megatron, check_model, check_rules
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "trainer.policy.megatron_config"
@@ -174,9 +175,21 @@ def check(reading: Reading) -> None:
     Raises:
         CannotStartError: If a step's sequences of a copy of the model are no multiple of a micro-batch, or by turns.
     """
+    check_rules(reading)
     check_turns(reading)
     keys = {"trainer.policy_mini_batch_size": 256, "generator.n_samples_per_prompt": 5}
     check_batches(reading, keys, ("trainer.micro_train_batch_size_per_gpu", 1), "SkyRL")
+
+
+def _check_all(reading: Reading) -> None:
+    """Checks the rules of both engines, and those of Megatron's.
+
+    Raises:
+        CannotStartError: If SkyRL or Megatron refuses the job.
+    """
+    check(reading)
+    check_megatron(reading)
+    check_model(reading, _MEGATRON)
 
 
 def longest_row(reading: Reading) -> int:
@@ -353,7 +366,7 @@ SKYRL = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("skyrl") | megatron_without_effect(_MEGATRON),
     complete=complete,
-    check=check,
+    check=_check_all,
     complete_of_model=complete_provider,
     compose=compose,
     fixed=FIXED,

@@ -35,6 +35,7 @@ from memlab.jobs.frameworks.skyrl_megatron import (
     padding_in_fp8,
     padding_missing,
 )
+from memlab.jobs.frameworks.skyrl_rules import check_model
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "megatron_config"
@@ -131,6 +132,7 @@ SKYRL_SFT = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("skyrl_sft") | megatron_without_effect(_MEGATRON),
     complete=complete,
+    check=lambda reading: check_model(reading, _MEGATRON),
     complete_of_model=complete_provider,
     compose=compose,
     fixed=FIXED,

@@ -72,6 +72,7 @@ from memlab.jobs.frameworks.verl import (
     take_rows_of_budget,
 )
 from memlab.jobs.frameworks.verl_checkout import BEFORE, FP32_SINCE, RELEASE, version_around
+from memlab.jobs.frameworks.verl_rules import check_fsdp, check_rollout
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
@@ -445,6 +446,8 @@ def check(reading: Reading) -> None:
         CannotStartError: If verl or torch refuses the job.
     """
     check_shards(reading)
+    check_rollout(reading, has_one_engine=False)
+    check_fsdp(reading, f"{_ACTOR}.optim")
     check_policy_loss(reading)
     check_sequences(reading)
 

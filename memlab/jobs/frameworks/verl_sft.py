@@ -32,6 +32,7 @@ from memlab.jobs.frameworks.verl_engine import (
     engine_without_effect,
     padding_in_fp8,
 )
+from memlab.jobs.frameworks.verl_rules import check_megatron
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _PREFIXES = ("engine", "optim", "model")
@@ -117,6 +118,7 @@ VERL_SFT = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("verl_sft") | engine_without_effect(*_PREFIXES),
     complete=complete,
+    check=lambda reading: check_megatron(reading, *_PREFIXES[:2]),
     complete_of_model=complete_provider,
     compose=compose,
     fixed=FIXED,
