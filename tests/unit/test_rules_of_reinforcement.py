@@ -53,8 +53,7 @@ def read(folder: Path, program: str, keys: dict[str, object], version: str | Non
         ({f"{_ROLLOUT}.log_prob_micro_batch_size": 8}, {}, ""),
         ({f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": "null"}, {}, ""),
         ({f"{_ACTOR}.ppo_micro_batch_size_per_gpu": "null"}, {}, ""),
-        ({f"{_ACTOR}.use_kl_loss": True}, {"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": 1}, ""),
-        ({f"{_CRITIC}.enable": True}, {f"{_CRITIC}.ppo_micro_batch_size_per_gpu": 1}, ""),
+        ({f"{_CRITIC}.enable": True, f"{_CRITIC}.ppo_micro_batch_size_per_gpu": "null"}, {}, ""),
         ({"data.train_batch_size": 252}, {"data.train_batch_size": 256}, ""),
         ({f"{_OPTIM}.lr_scheduler_type": "linear"}, {f"{_OPTIM}.lr_scheduler_type": "cosine"}, "dp"),
         ({f"{_MEGATRON}.use_mbridge": False}, {f"{_MEGATRON}.use_mbridge": True}, "megatron"),
@@ -90,11 +89,6 @@ def test_a_job_of_an_unknown_version_of_verl_is_warned_of_what_later_versions_re
     unknown, earlier = (read(tmp_path, "verl.trainer.main_ppo", keys, one) for one in (None, "before-2026-08-20"))
     assert unknown.cannot_start is earlier.cannot_start is None
     assert [any("must be async" in text for text in job.warnings) for job in (unknown, earlier)] == [True, False]
-
-
-def test_a_program_of_the_user_s_own_may_give_micro_batches_itself(tmp_path: Path) -> None:
-    keys = {"model_engine": "dp"} | {key: one for key, one in _VERL.items() if "micro_batch" not in key}
-    assert read(tmp_path, "my.main_ppo", keys, "0.9.1").cannot_start is None
 
 
 @pytest.mark.parametrize("strategy", ["megatron", "fsdp"])

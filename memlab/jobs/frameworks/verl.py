@@ -339,7 +339,10 @@ def complete(reading: Reading) -> None:
         take_rows_of_budget(reading, tokens, longest, sequences)
         return
     if values.get("micro_batch_size") is None:
-        reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")
+        reading.warnings.append(
+            f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1; verl refuses a job without "
+            "it"
+        )
     key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu" if removes_padding else None
     take_sequences(reading, longest, sequences, packed_by=key)
 

@@ -186,7 +186,7 @@ def check_micro_batches(reading: Reading, keys: list[str]) -> None:
         keys: Of the sequences of all ranks; those of a rank have ``_per_gpu`` behind it.
 
     Raises:
-        CannotStartError: If both are given, or none to a program of verl whose configuration memlab knows.
+        CannotStartError: If both are given, or none where the job says so.
     """
     entries = reading.entries
     for key in keys:
@@ -199,12 +199,11 @@ def check_micro_batches(reading: Reading, keys: list[str]) -> None:
             raise CannotStartError(
                 f"{key} is {given[0].value} with {own} {given[1].value}, which verl refuses together: leave {key} out"
             )
-        program, release = entries.program, release_around(reading.path)
-        is_own = program is not None and str(program.value).startswith("verl.trainer.main_ppo")
-        is_late = release is None or release[0] >= (0, 2)
-        if not given and is_own and is_late and "config_name" not in entries.by_key and not reading.unread:
+        is_late = (release_around(reading.path) or ((0, 2),))[0] >= (0, 2)
+        if found and not given and is_late:  # a file without them may be a part of a job's keys
             raise CannotStartError(
-                f"{own} is not in the job, and verl refuses a job without it unless batches are dynamic: give {own}",
+                f"{found[0].key} is null, and verl refuses a job without sequences of a micro-batch unless batches are "
+                f"dynamic: give {own}",
                 "micro_batch_size",
             )
 
