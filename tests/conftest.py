@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
@@ -42,12 +43,14 @@ def _collections_pass_libraries_over() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Collections pass over what a file's tests have imported too, such as transformers, once the file is left.
+    """Collections pass over what a test has imported too, such as transformers, and over what a file's tests keep.
 
-    Not before: memlab looks for tensors among the objects that collections visit, also for those of a file's labs.
+    While a lab is open, nothing is hidden: memlab looks for its tensors among the objects that collections visit.
     """
+    num_modules = len(sys.modules)
     result = yield
-    if nextitem is None or nextitem.path != item.path:
+    is_file_left = nextitem is None or nextitem.path != item.path
+    if is_file_left or (len(sys.modules) > num_modules and sys.modules["memlab.lab.lab"].Lab._open is None):
         gc.collect()
         gc.freeze()
     return result

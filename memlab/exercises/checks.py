@@ -16,13 +16,14 @@ from memlab.exercises.code import CodeCheck
 from memlab.exercises.formulas import FormulaCheck
 from memlab.exercises.goals import Goals, NoAnswer, listed
 from memlab.exercises.records import Attempt, Check, RefusedCheck
+from memlab.record.job_record import JobRecord
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
 
 
 @overload
-def check(measured: StepRecord | OffloadAudit) -> Check: ...
+def check(measured: StepRecord | dict[str, StepRecord] | OffloadAudit) -> Check: ...
 @overload
 def check(measured: Attempt) -> Check | RefusedCheck: ...
 @overload
@@ -35,9 +36,9 @@ def check(measured: Any) -> Goals:
     """Begins the check of an exercise: ``check(record).peak_below(...).same_loss_as(plain)``.
 
     Args:
-        measured: What `Lab.step`, `Lab.audit_offload` (its step with offload) or `Lab.audit_residency` returned, an
-            `Attempt` with a record, the numbers that a formula gave (one, or one per case, also as an array or a
-            tensor), or a function of the reader's, or two.
+        measured: What `Lab.step`, `predict_ranks` (the ranks of one job), `Lab.audit_offload` (its step with offload)
+            or `Lab.audit_residency` returned, an `Attempt` with a record, the numbers that a formula gave (one, or one
+            per case, also as an array or a tensor), or a function of the reader's, or two.
 
     Returns:
         A check whose goals print a line each, up to the first that is missed. It is true if all were reached. If it was
@@ -87,9 +88,11 @@ _TO_RECORD = {
 
 
 def _unwrapped(measured: Any) -> Any:
-    """Returns an audit's step with offload, `CHECKED` for functions that were checked already, else what it got."""
+    """Returns an audit's step with offload, ranks as a job, `CHECKED` for functions checked before, or what it got."""
     if isinstance(measured, OffloadAudit):
         return measured.offloaded
+    if isinstance(measured, dict) and measured and all(isinstance(each, StepRecord) for each in measured.values()):
+        return JobRecord.of([*measured.values()])
     is_checked = isinstance(measured, tuple) and CHECKED in [each for each in measured if isinstance(each, str)]
     return CHECKED if is_checked else measured
 

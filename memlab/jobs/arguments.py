@@ -48,6 +48,7 @@ def read_flags(
     """
     flag, name, line, values = "", "", 0, list[str]()
     unread: list[tuple[str, int]] = []
+    is_open = True
 
     def end() -> None:
         if name:
@@ -66,6 +67,7 @@ def read_flags(
                 at,
                 [] if match[2] is None else [match[2]],
             )
+            is_open = match[2] is None  # argparse gives --flag=value no other value
         elif word == UNKNOWN_WORDS:  # the value of this flag, or more arguments
             if values or is_switch(name) is not False:
                 unread.append((flag, at))
@@ -73,7 +75,7 @@ def read_flags(
                 values = [word]
             end()
             flag = name = ""
-        elif name:
+        elif name and is_open:
             values.append(word)
     end()
     _warn_of_unread(entries, unread)

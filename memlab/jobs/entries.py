@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Self
 
 UNKNOWN = "\0"
@@ -79,8 +80,12 @@ class Entries:
     program: Entry | None = None
     """The Python program that a script's command starts, such as ``pretrain_gpt.py``; None where none is named.
     Of a command with overrides, the module that takes its own configuration."""
+    flags_of_program: frozenset[str] = frozenset()
+    """Names of the flags behind a program, without those of what launches it."""
     recipe: str = ""
     """Where the values of the recipe that a job names come from; empty where it names none that memlab can read."""
+    started_in: Path | None = None
+    """The folder near a script to which it goes, and that has the job's program; None where there is none."""
     own_files: set[str] = field(default_factory=set)
     """Names of the framework's own configurations that the job lies beside, whose values are defaults."""
     environment: dict[str, str] = field(default_factory=dict)

@@ -336,3 +336,277 @@ def test_a_mini_batch_of_more_prompts_than_a_step_is_told_with_dynamic_batches(
     job = _read(tmp_path / "run.sh", VERL.format(keys))
     assert job.cannot_start is None
     assert any("verl does not check with dynamic batches" in one for one in job.warnings) is is_told
+
+
+def test_torchrun_s_module_switch_stands_before_its_other_flags(tmp_path: Path) -> None:
+    """``-m`` of torchrun has no value, and argparse gives ``--nproc_per_node=4`` none of the words after it."""
+    text = "torchrun -m --nnodes 2 --nproc_per_node=4 verl.trainer.fsdp_sft_trainer data.train_batch_size=16 {}\n"
+    job = _read(tmp_path / "sft.sh", text.format("model.partial_pretrain=Qwen/Qwen2.5-0.5B"))
+    values = {one.key: one.value for one in job.taken}
+    assert (values["nnodes"], values["nproc_per_node"], values["data.train_batch_size"]) == (2, 4, 16)
+
+
+@pytest.mark.parametrize("has_fsdp2", [False, True])
+def test_the_earlier_sft_trainer_has_the_defaults_of_its_checkout(has_fsdp2: bool, tmp_path: Path) -> None:
+    folder = _checkout(tmp_path, "0.2.0.dev")
+    trainer = tmp_path / "verl" / "trainer"
+    source = DECORATOR.replace("ppo_trainer", "sft_trainer")
+    (trainer / "fsdp_sft_trainer.py").write_text(source + ("FSDP = 'fsdp2'\n" if has_fsdp2 else ""))
+    (trainer / "config" / "sft_trainer.yaml").write_text(
+        "data: {max_length: 384}\nmodel: {enable_gradient_checkpointing: false}\nuse_remove_padding: false\n"
+    )
+    text = "torchrun --nproc_per_node=2 -m verl.trainer.fsdp_sft_trainer model.partial_pretrain=Qwen/Qwen2.5-0.5B\n"
+    job = _read(folder / "sft.sh", text)
+    values = {one.key: one.value for one in job.taken}
+    assert (values["data.max_length"], values["model.enable_gradient_checkpointing"]) == (384, False)
+    assert any("says verl 0.2.0.dev" in one and "does not see what its trainer" in one for one in job.warnings)
+    assert "config_name" not in _named(job)
+    assert any(one.key == "model.strategy" and one.memlab_value == "fsdp" for one in job.taken) is not has_fsdp2
+
+
+@pytest.mark.parametrize("folder", ["verl", "Agents", "examples/Agents"])
+def test_a_checkout_below_the_repository_is_found(folder: str, tmp_path: Path) -> None:
+    """Of verl in a folder of its name, or in the one with the program to which the script goes; others are not it."""
+    _checkout(tmp_path / folder, "0.2.0.dev")
+    (tmp_path / "examples" / "Agents").mkdir(parents=True, exist_ok=True)
+    go = "" if folder == "verl" else "cd Agents\n"
+    job = _read(tmp_path / "examples" / "run.sh", go + VERL.format(ROWS))
+    assert {one.key: one.value for one in job.taken}["trainer.n_gpus_per_node"] == 4
+    assert LEGACY in _named(job)
+
+
+@pytest.mark.parametrize("program", ["verl.agent_trainer.main_ppo", "verl/own/main_ppo.py", "verl.main_ppo"])
+def test_a_program_elsewhere_in_a_fork_of_verl_is_not_verl_s_own(program: str, tmp_path: Path) -> None:
+    start = program if program.endswith(".py") else f"-m {program}"
+    text = VERL.replace("-m verl.trainer.main_ppo", start).format(
+        f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen3-0.6B"
+    )
+    assert any("is no program of verl's own" in one for one in _read(tmp_path / "run.sh", text).warnings)
+
+
+SKYRL = (
+    "python -m {}.entrypoints.main_base trainer.policy.model.path=Qwen/Qwen2.5-0.5B "
+    "trainer.placement.policy_num_gpus_per_node=2 {}\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "key", "is_on"),
+    [
+        ("skyrl/train/config/config.py", "class TrainerConfig:\n    use_sample_packing: bool = True\n", "", False),
+        ("skyrl-train/skyrl_train/config/ppo_base_config.yaml", "trainer: {use_sample_packing: true}\n", "", False),
+        ("skyrl/train/config/config.py", "    use_expandable_segments: bool = True\n", "", True),
+        ("unrelated/config.py", "", "", True),
+        ("skyrl/train/config/config.py", "", "trainer.use_expandable_segments=true", True),
+    ],
+)
+def test_an_earlier_skyrl_does_not_choose_the_allocator(
+    file: str, text: str, key: str, is_on: bool, tmp_path: Path
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(text)
+    (tmp_path / "scripts").mkdir()
+    job = _read(tmp_path / "scripts" / "run.sh", SKYRL.format("skyrl.train", key))
+    assert job.required()[0].allocator.expandable_segments is is_on
+    says = any("is of an earlier SkyRL" in one for one in job.warnings)
+    assert says is ("skyrl" in file and "use_expandable_segments" not in text)
+
+
+def test_a_file_that_a_script_sources_from_the_top_of_its_repository_is_read(tmp_path: Path) -> None:
+    (tmp_path / "exp" / "lib").mkdir(parents=True)
+    (tmp_path / "exp" / "lib" / "sizes.sh").write_text("LAYERS=6\n")
+    (tmp_path / "sizes.sh").write_text("LAYERS=7\n")
+    model = "--hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1"
+    for name, layers in (("exp/lib/sizes.sh", 6), ("sizes.sh", None)):
+        text = f"source {name}\npython pretrain_gpt.py --num-layers ${{LAYERS:-5}} {model} --tensor-model-parallel-size 1\n"
+        job = _read(tmp_path / "exp" / "run.sh", text)
+        assert (job.required()[0].architecture.num_layers == layers) is (layers is not None)
+        assert any(f"sources {name}, which is not beside it" in one for one in job.warnings) is (layers is not None)
+
+
+@pytest.mark.parametrize(("place", "is_cause"), [("before", True), ("after", False)])
+def test_where_a_script_stops_after_its_job_is_no_cause(place: str, is_cause: bool, tmp_path: Path) -> None:
+    job = VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B")
+    parts = (
+        ["set -u\n", "echo $OUTPUT_FOLDER\n", job] if place == "before" else ["set -u\n", job, "echo $OUTPUT_FOLDER\n"]
+    )
+    causes = _read(tmp_path / "run.sh", "".join(parts)).causes
+    assert any("unless OUTPUT_FOLDER is set" in one for one in causes) is is_cause
+
+
+def test_rows_of_a_program_with_a_first_turn_have_all_turns(tmp_path: Path) -> None:
+    """``_update_right_side`` of Search-R1 (a14dc3a4) keeps max_prompt_length tokens behind max_start_length ones."""
+    keys = "data.max_prompt_length=96 data.max_response_length=10 data.max_start_length=32 data.max_obs_length=20"
+    text = VERL.format(f"{ROWS} {keys} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B")
+    job = _read(tmp_path / "run.sh", text)
+    assert job.required()[0].seq_length == 2 * (32 + 96)
+    assert "data.max_start_length" not in _named(job)
+    assert any("at most the 96 of data.max_prompt_length" in one for one in job.warnings)
+
+
+def test_a_configuration_in_a_package_of_the_repository_is_read(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "config").mkdir(parents=True)
+    (tmp_path / "mine" / "config" / "unified.yaml").write_text(
+        "data: {max_prompt_length: 100, max_response_length: 28}\nrollout: {nnodes: 1, n_gpus_per_node: 8}\n"
+        "actor_rollout_ref: {model: {path: Qwen/Qwen2.5-0.5B}, actor: {ppo_micro_batch_size_per_gpu: 2}}\n"
+    )
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "train.py").write_text(
+        DECORATOR.replace('"config"', '"pkg://mine.config"').replace("ppo_trainer", "unified")
+    )
+    job = _read(tmp_path / "recipes" / "run.sh", "python train.py actor_rollout_ref.hybrid_engine=True\n")
+    assert job.required()[0].seq_length == 256
+    # ``rollout`` is another program's own section here, and its job says that the engine is on the same GPUs.
+    assert not any("has GPUs of its own" in one for one in job.warnings)
+
+
+def test_the_flags_of_ray_are_not_the_job_s(tmp_path: Path) -> None:
+    text = (
+        "ray job submit --submission-id mine --no-wait --address http://h -- python3 train.py --actor-num-nodes 1 "
+        "--actor-num-gpus-per-node 2 --rollout-batch-size 4 --num-steps-per-rollout 1 --rollout-max-response-len 64 "
+        "--hf-checkpoint Qwen/Qwen3-0.6B --n-samples-per-prompt 1 --tensor-model-parallel-size 1\n"
+    )
+    assert not _named(_read(tmp_path / "run.sh", text)) & {"submission_id", "no_wait", "address"}
+
+
+@pytest.mark.parametrize("prompts", [4, 400])
+def test_a_row_of_slime_is_full_where_prompts_may_be_of_any_length(prompts: int, tmp_path: Path) -> None:
+    """With prompts of unknown length, few short responses do not bound the row, and the warning says the budget."""
+    text = (
+        "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 2 --hf-checkpoint Qwen/Qwen3-0.6B "
+        f"--use-dynamic-batch-size --max-tokens-per-gpu 4096 --rollout-batch-size {prompts} --n-samples-per-prompt 1 "
+        "--num-steps-per-rollout 1 --rollout-max-response-len 64 --tensor-model-parallel-size 1\n"
+    )
+    job = _read(tmp_path / "run.sh", text)
+    scenario = job.required()[0]
+    assert scenario.seq_length == 4096
+    assert scenario.packed_sequences <= prompts
+    assert any("memlab takes rows of the budget, 4,096 tokens" in one for one in job.warnings)
+
+
+@pytest.mark.parametrize(
+    ("start", "is_needed"),
+    [
+        ("while [[ $# -gt 0 ]]; do case $1 in --model) MODEL=$2; shift 2;; *) break;; esac; done\n", False),
+        ('if [ "$#" -ge 1 ]; then MODEL=$1; fi\n', False),
+        ("MODEL=$1\n", True),
+    ],
+)
+def test_arguments_that_a_script_reads_only_if_there_are_any_are_no_cause(
+    start: str, is_needed: bool, tmp_path: Path
+) -> None:
+    """``Causes first`` names what keeps a job from starting; such a script starts without arguments."""
+    text = f"MODEL=Qwen/Qwen2.5-0.5B\n{start}" + VERL.format(f"{ROWS} actor_rollout_ref.model.path=$MODEL")
+    job = _read(tmp_path / "run.sh", text)
+    assert any("is started with values" in one for one in job.causes) is is_needed
+    assert is_needed or any("cannot decide whether the script gives MODEL this value" in one for one in job.warnings)
+
+
+@pytest.mark.parametrize("start", ["[ -f {0} ] && source {0}\n", "if [[ -r {0} ]]; then . {0}; fi\n", "source {0}\n"])
+def test_a_file_that_is_sourced_only_where_it_is_there_is_no_cause(start: str, tmp_path: Path) -> None:
+    text = start.format("./secrets.env") + VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B")
+    job = _read(tmp_path / "run.sh", text)
+    is_cause = start.startswith("source")
+    assert any("secrets.env does not exist" in one for one in job.causes) is is_cause
+    assert any("sources secrets.env where it is there" in one for one in job.warnings) is not is_cause
+
+
+@pytest.mark.parametrize(
+    ("test", "is_cause"),
+    [
+        ('[[ -n "${SECRETS:-}" && -f "$SECRETS" ]] || true', False),
+        ('[[ -z "${SECRETS:-}" || -f "$SECRETS" ]] || true', False),
+        ('[[ -z "${SECRETS:-}" && -f "$SECRETS" ]] || true', True),
+        ('[[ -f /etc/x && -f "$SECRETS" ]] || true', False),
+        ('[[ -f "$SECRETS" ]] || true', True),
+    ],
+)
+def test_after_set_u_a_script_stops_only_at_what_a_condition_expands(test: str, is_cause: bool, tmp_path: Path) -> None:
+    """Bash expands the right side of ``&&`` and ``||`` between ``[[ ]]`` only where the left one is not enough."""
+    text = f"set -u\n{test}\n" + VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B")
+    causes = _read(tmp_path / "run.sh", text).causes
+    assert any("unless SECRETS is set" in one for one in causes) is is_cause
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags", "is_definite"),
+    [
+        ("torchrun --nproc_per_node 2", "", True),
+        ("mpirun --display-allocation --npernode 2 python", "--tokenizer-type NullTokenizer", True),
+        ("mpirun -np 2 python", "--use-mpi", False),
+        ("torchrun --nproc_per_node 2", "--use-z-loss --wandb-name x", False),
+    ],
+)
+def test_a_rule_of_megatron_lm_is_no_definite_refusal_of_a_fork_with_flags_of_its_own(
+    launcher: str, flags: str, is_definite: bool, tmp_path: Path
+) -> None:
+    """``parse_args`` of Megatron-LM stops at a flag that it does not have, so such a job is not of it."""
+    text = (
+        f"export NVTE_FUSED_ATTN=0\n{launcher} pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+        "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --vocab-size 512 --bf16 "
+        f"--tensor-model-parallel-size 1 {flags}\n"
+    )
+    job = _read(tmp_path / "run.sh", text)
+    assert (job.cannot_start is not None) is is_definite
+    assert is_definite or "flags of its own such as --use-" in str(job.not_supported)
+
+
+def test_a_file_s_recipe_of_megatron_bridge_is_below_its_values(tmp_path: Path) -> None:
+    """As NVIDIA's Nemotron names it (e27b3713): ``recipe: {_target_: a function}``, and the file overrides that."""
+    target = "megatron.bridge.recipes.qwen.qwen3_600m_sft_config"
+    text = f"recipe: {{_target_: {target}}}\nmodel: {{num_layers: 4}}\ntrain: {{micro_batch_size: 2}}\nddp: {{}}\n"
+    job = _read(tmp_path / "own.yaml", text)
+    values = {one.key: one.value for one in job.taken}
+    assert (values["model.num_layers"], values["train.micro_batch_size"]) == (4, 2)
+    assert values["recipe"] == "qwen3_600m_sft_config"
+    assert any("memlab has its values of Megatron-Bridge" in one for one in job.warnings)
+    other = _read(tmp_path / "other.yaml", text.replace("qwen3_600m_sft_config", "mine_config"))
+    assert any("memlab does not know the recipe" in one for one in other.warnings)
+
+
+@pytest.mark.parametrize("folder", ["/home/somebody/a/scripts/config", "<your_path>/scripts/config", "/scripts/config"])
+def test_a_configuration_of_another_machine_s_folder_is_found_by_its_end(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "scripts" / "config").mkdir(parents=True)
+    (tmp_path / "scripts" / "config" / "mine.yaml").write_text(
+        "data: {max_prompt_length: 100, max_response_length: 28}\n"
+    )
+    (tmp_path / "mine.yaml").write_text("data: {max_prompt_length: 7}\n")
+    start = f'--config-path="{folder}" --config-name=mine.yaml {ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B'
+    job = _read(tmp_path / "scripts" / "run.sh", VERL.format(start))
+    assert job.required()[0].seq_length == 256
+    assert not any("is not beside the script" in one for one in job.warnings)
+
+
+def test_the_configuration_beside_a_program_of_one_s_own_is_read_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "tool" / "trainer" / "config").mkdir(parents=True)
+    (tmp_path / "tool" / "trainer" / "main_ppo.py").write_text(DECORATOR)
+    (tmp_path / "tool" / "trainer" / "config" / "ppo_trainer.yaml").write_text(DEFAULTS)
+    job = _read(tmp_path / "run.sh", VERL.replace("verl.trainer", "tool.trainer").format(ROWS))
+    assert {one.key: one.value for one in job.taken}["trainer.n_gpus_per_node"] == 4
+
+
+@pytest.mark.parametrize(
+    ("program", "file", "is_read"),
+    [
+        ("boot.py ${ENTRY:-run_mine.py}", "exp/config.yaml", True),
+        ("mine.py", "exp/config.yaml", True),
+        ("eval_mine.py", "exp/config.yaml", False),
+        ("mine.py", "exp/other.yaml", False),
+        ("mine.py", "missing.yaml", False),
+    ],
+)
+def test_a_program_of_one_s_own_with_a_configuration_of_a_framework_is_its_job(
+    program: str, file: str, is_read: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "config.yaml").write_text(NEMO.format("megatron_cfg: {enabled: true}"))
+    (tmp_path / "exp" / "other.yaml").write_text("seed: 1\n")
+    (tmp_path / "run.sh").write_text(f"uv run python {program} --config {file} policy.train_micro_batch_size=4\n")
+    if not is_read:
+        with pytest.raises(ValueError, match="is of no format that memlab reads"):
+            Job.read(tmp_path / "run.sh")
+        return
+    job = Job.read(tmp_path / "run.sh")
+    assert job.framework.startswith("nemo-rl")
+    assert {one.key: one.value for one in job.taken}["policy.train_micro_batch_size"] == 4
+    assert any("takes it for a training by NeMo-RL's own program" in one for one in job.warnings)

@@ -107,6 +107,11 @@ class Reading:
     """Bytes by category that all ranks of FSDP2 together keep at least of each parameter of the model while the
     optimizer updates it; empty where that is not known."""
 
+    @property
+    def started(self) -> Path:
+        """Where the job's file would be in the folder in which its command is started."""
+        return self.path if self.entries.started_in is None else self.entries.started_in / self.path.name
+
     def get(self, key: str, default: Any = None) -> Any:
         """Returns the value of a key that only this framework has, and counts it as understood.
 

@@ -29,6 +29,7 @@ from memlab.jobs.frameworks.reinforcement import (
     take_sequences,
     vllm_arguments,
 )
+from memlab.jobs.frameworks.skyrl_checkout import note_checkout
 from memlab.jobs.frameworks.skyrl_megatron import (
     ADAPTERS,
     CANNOT_WRITE,
@@ -118,6 +119,7 @@ def complete(reading: Reading) -> None:
     refuse_program(reading, WITHOUT_TRAINING)
     complete_skyrl_adapters(reading, "trainer.policy.model.lora", _MEGATRON)
     note_program(reading)
+    note_checkout(reading)
     note_reference(reading)
     strategy = values.pop("strategy")
     if strategy != "megatron":

@@ -68,6 +68,7 @@ from memlab.jobs.frameworks.skyrl import (
 from memlab.jobs.frameworks.skyrl import (
     check as check_batches,
 )
+from memlab.jobs.frameworks.skyrl_checkout import note_checkout
 
 _POLICY = "trainer.policy"
 _FSDP = f"{_POLICY}.fsdp_config"
@@ -161,6 +162,7 @@ def complete(reading: Reading) -> None:
     values = reading.values
     refuse_program(reading, WITHOUT_TRAINING)
     note_program(reading)
+    note_checkout(reading)
     note_reference(reading)
     del values["strategy"]
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])

@@ -23,6 +23,7 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rows,
     take_sequences,
 )
+from memlab.jobs.frameworks.skyrl_checkout import note_checkout
 from memlab.jobs.frameworks.skyrl_megatron import (
     ADAPTERS,
     CANNOT_WRITE,
@@ -80,7 +81,9 @@ def complete(reading: Reading) -> None:
             reading.take(f"{_MEGATRON}.{name}", name, 2)  # as SFTConfig has it where no key of the section is given
     values["attention_backend"] = values.get("attention_backend") or "flash"
     values["expandable_segments"] = True  # TrainerConfig.use_expandable_segments, which SFT leaves as it is
-    note_segments(reading, "use_expandable_segments")
+    note_checkout(reading)
+    if values["expandable_segments"]:
+        note_segments(reading, "use_expandable_segments")
     longest, sequences, tokens = (values.pop(name) for name in ("longest", "sequences", "tokens"))
     if longest is None:
         reading.questions.append(ASK_LENGTH)

@@ -24,6 +24,7 @@ from memlab.jobs.frameworks.fsdp2 import (
 from memlab.jobs.frameworks.keys import Missing, is_false
 from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import composed, longest_sequence, note_segments, take_sequences
+from memlab.jobs.frameworks.skyrl_checkout import note_checkout
 from memlab.jobs.frameworks.skyrl_fsdp import (
     CANNOT_WRITE,
     WITHOUT_OWN_KEY,
@@ -63,7 +64,9 @@ def complete(reading: Reading) -> None:
     complete_engine(reading, "", "loss_fn", "logprobs_chunk_size")
     take_checkpointed_layers(reading)
     values["expandable_segments"] = True
-    note_segments(reading, "use_expandable_segments")
+    note_checkout(reading)
+    if values["expandable_segments"]:
+        note_segments(reading, "use_expandable_segments")
     longest, sequences = values.pop("longest"), values.pop("sequences")
     if longest is None:
         reading.questions.append(ASK_LENGTH)

@@ -160,7 +160,8 @@ def complete(reading: Reading) -> None:
     _note_skipped_passes(reading)
     sequences, is_dynamic = _sequences(reading), values.pop("is_dynamic")
     tokens = _padded(reading, values.pop("tokens_per_rank"))
-    longest = _longest_sequence(reading, (tokens or 0) * (values.get("context_parallel_size") or 1) * is_dynamic)
+    row = (tokens or 0) * (values.get("context_parallel_size") or 1) * is_dynamic
+    longest = _longest_sequence(reading, row, sequences)
     of_log_probs = values.pop("log_prob_tokens") or tokens
     removes_padding = values.pop("qkv_format") == "thd"
     rows = values.get("micro_batch_size") or 1
@@ -304,13 +305,14 @@ _SEGMENTS = re.compile(r'"SLIME_ENABLE_EXPANDABLE_SEGMENTS"\s*:\s*"1"')
 _ALLOCATOR = re.compile(r'"PYTORCH_(CUDA_|)ALLOC_CONF"\s*:\s*"([^"]{0,500})"')
 
 
-def _longest_sequence(reading: Reading, row: int) -> int | None:
+def _longest_sequence(reading: Reading, row: int, sequences: int | None) -> int | None:
     """Returns the tokens of the longest prompt with its response, as far as the file gives them.
 
     Args:
         reading: Of the job.
         row: The tokens that a row may have by its budget, 0 where it has none: how long a shorter response's prompt is
             changes nothing, as long as the two fit.
+        sequences: Of a step, where they are known: with prompts of unknown length they may fill a row.
     """
     prompt, response, context = (reading.values.pop(f"{name}_length") for name in ("prompt", "response", "context"))
     together = (prompt or 0) + (response or 0)
@@ -332,7 +334,8 @@ def _longest_sequence(reading: Reading, row: int) -> int | None:
             f"{row:,} tokens, and a prompt of more than {row - response:,} tokens may make a longer one: give --set "
             "rollout_max_context_len=TOKENS"
         )
-    elif response:
+        return max(together, -(-row // sequences) if sequences else 0)
+    if response:
         reading.assumed.append("how long sequences are")
         reading.warnings.append(
             "rollout_max_prompt_len and rollout_max_context_len are not in the file, so memlab takes sequences as long "

@@ -220,15 +220,15 @@ def note_program(reading: Reading) -> None:
 
 def _is_own_program(name: str) -> bool:
     """Whether a program is one of verl's (0.2.0 to 0.9.1 and 1dda039b), and not of a fork."""
-    parts = name.removesuffix(".py").replace("/", ".").split(".")
-    of_trainer = parts[-2:-1] == ["trainer"] and parts[-3:-2] == ["verl"]
-    return "verl" in parts[:-1] and (not of_trainer or parts[-1] in _PROGRAMS_OF_TRAINER)
+    *folders, program = name.removesuffix(".py").replace("/", ".").split(".")
+    below = folders[len(folders) - folders[::-1].index("verl") :] if "verl" in folders else [""]
+    return below[:1] == ["experimental"] or (below == ["trainer"] and program in _PROGRAMS_OF_TRAINER)
 
 
 def note_workers(reading: Reading) -> None:
     """Says that a job trains with the workers that verl had before its engines, where its checkout shows that."""
     key = "trainer.use_legacy_worker_impl"
-    what = trains_without_engines(reading.path) if reading.version in (None, BEFORE) else None
+    what = trains_without_engines(reading.started) if reading.version in (None, BEFORE) else None
     if what is not None and key not in reading.entries.by_key:
         reading.miss(
             key, "either", f"{what}, which trains with its workers from before the engines: memlab predicts the engines"
@@ -247,6 +247,24 @@ def note_lengths(reading: Reading) -> None:
             )
 
 
+def take_turns(reading: Reading) -> None:
+    """Takes the rows of programs whose configuration has the length of the first turn, as Search-R1's does.
+
+    Its ``GenerationManager`` keeps the last ``max_start_length`` tokens of the first prompt, and after it the text of
+    all turns, of the model and of its tools, up to ``max_prompt_length`` (PeterGriffinJin/Search-R1, a14dc3a4).
+    """
+    key = "data.max_start_length"
+    start, later = reading.get(key), reading.values["prompt_length"]
+    if is_number(start) and is_number(later):
+        reading.take(key, "prompt_length", start)
+        reading.values["response_length"] = later
+        reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+        reading.warnings.append(
+            f"{key}: memlab takes rows as Search-R1's program makes them: {start:,} tokens and, of all turns after "
+            f"them, at most the {later:,} of data.max_prompt_length"
+        )
+
+
 def take_rows_of_all_ranks(reading: Reading) -> None:
     """Takes micro-batches from the keys that count the sequences of all ranks, as verl's earlier workers do.
 
@@ -254,8 +272,8 @@ def take_rows_of_all_ranks(reading: Reading) -> None:
     have different sequences, and the actor's counts prompts in 0.1. Later releases have no such division, and the key
     is named.
     """
-    values, release = reading.values, release_around(reading.path)
-    if reading.version not in (None, BEFORE) or release is None or trains_without_engines(reading.path) is None:
+    values, release = reading.values, release_around(reading.started)
+    if reading.version not in (None, BEFORE) or release is None or trains_without_engines(reading.started) is None:
         return
     split = math.prod(
         values.get(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "pipeline_model", "context")
@@ -272,8 +290,11 @@ def take_rows_of_all_ranks(reading: Reading) -> None:
 def take_gpus_of_the_engine(reading: Reading) -> None:
     """Takes an inference engine on GPUs of its own where a job trains fully asynchronously.
 
-    Its trainer asserts that ``hybrid_engine`` is false (``verl/experimental/fully_async_policy``, 1dda039b).
+    Its trainer asserts that ``hybrid_engine`` is false (``verl/experimental/fully_async_policy``, 1dda039b). The keys
+    may be of something else in the configuration of another program, whose job says that it is true.
     """
+    if reading.other_program and reading.get("actor_rollout_ref.hybrid_engine") is True:
+        return
     key = next((key for key in ("rollout.n_gpus_per_node", "rollout.nnodes") if key in reading.entries.by_key), None)
     if key is None or not reading.values["is_colocated"]:
         return
@@ -293,6 +314,7 @@ def complete(reading: Reading) -> None:
     note_program(reading)
     note_workers(reading)
     note_lengths(reading)
+    take_turns(reading)
     take_gpus_of_the_engine(reading)
     check_engine(reading)
     note_critic(reading, "critic.megatron")

@@ -18,6 +18,7 @@ _SYNC_KEY, _SYNC, _FP32 = (
 """What the engines' sources have since 0.9.1, since July 2026, and since June 2026."""
 _VERSION_FILES = ("verl/version/version", "verl/verl/version/version")
 """In a checkout of verl, and in a repository that has one in a folder of that name."""
+_SFT_TRAINER = ("verl/trainer/fsdp_sft_trainer.py", "verl/verl/trainer/fsdp_sft_trainer.py")
 _REQUIREMENTS = ("requirements*.txt", "pyproject.toml", "setup.py")
 _REQUIREMENT = re.compile(
     r"^[^#\n]{0,500}?(?<![\w.-])verl(?:\[[\w,-]{0,100}\])?\s{0,9}==\s{0,9}([0-9]+(?:[.][0-9]+)+)", re.MULTILINE
@@ -47,10 +48,10 @@ def release_around(path: Path) -> tuple[tuple[int, ...], str] | None:
     """Returns the numbers of the release that the nearest checkout has or repository requires, and what says so."""
     for folder in path.absolute().parents:
         for file in (folder / name for name in _VERSION_FILES):
-            if (text := _text(file)) is not None and (numbers := _numbers(text)):
+            if (text := text_of(file)) is not None and (numbers := _numbers(text)):
                 return numbers, f"{file} says verl {text.strip()[:20]}"
         for file in _requirements(folder):
-            if (text := _text(file)) is not None and (match := _REQUIREMENT.search(text[:200_000])):
+            if (text := text_of(file)) is not None and (match := _REQUIREMENT.search(text[:200_000])):
                 return _numbers(match[1]), f"{file} requires verl {match[1]}"
     return None
 
@@ -67,6 +68,13 @@ def trains_without_engines(path: Path) -> str | None:
     return release[1] if release is not None and release[0] < _FIRST_WITH_ENGINES else None
 
 
+def trains_without_fsdp2(path: Path) -> bool:
+    """Whether a file lies in a checkout whose ``fsdp_sft_trainer`` has FSDP1 alone."""
+    files = (folder / name for folder in path.absolute().parents for name in _SFT_TRAINER)
+    text = next((text for file in files if (text := text_of(file)) is not None), "fsdp2")
+    return "fsdp2" not in text
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     match = re.match(r"\s*([0-9]+(?:[.][0-9]+)*)", text)
     return () if match is None else tuple(map(int, match[1].split(".")[:3]))
@@ -81,9 +89,9 @@ def _requirements(folder: Path) -> list[Path]:
 
 def _by_its_engines(path: Path) -> tuple[str, str] | None:
     for folder in path.absolute().parents:
-        if (required := _text(folder / _REQUIRED)) is not None:
+        if (required := text_of(folder / _REQUIRED)) is not None:
             return _asked_for(required, folder / _REQUIRED)
-        texts = [_text(folder / _ENGINES / engine / "transformer_impl.py") for engine in ("fsdp", "megatron")]
+        texts = [text_of(folder / _ENGINES / engine / "transformer_impl.py") for engine in ("fsdp", "megatron")]
         if None in texts:
             continue
         fsdp, megatron = map(str, texts)
@@ -102,7 +110,8 @@ def _asked_for(text: str, file: Path) -> tuple[str, str] | None:
     return found, f"{file} asks for verl {tag[0].removeprefix('TAG=')}"
 
 
-def _text(path: Path) -> str | None:
+def text_of(path: Path) -> str | None:
+    """Returns the text of a file, None where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -70,6 +70,7 @@ from memlab.jobs.frameworks.verl import (
     take_gpus_of_the_engine,
     take_rows_of_all_ranks,
     take_rows_of_budget,
+    take_turns,
 )
 from memlab.jobs.frameworks.verl_checkout import BEFORE, FP32_SINCE, RELEASE, version_around
 from memlab.jobs.frameworks.verl_rules import check_fsdp, check_rollout
@@ -236,6 +237,7 @@ def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_
     note_program(reading)
     note_workers(reading)
     note_lengths(reading)
+    take_turns(reading)
     take_gpus_of_the_engine(reading)
     note_critic(reading, f"critic.{name}")
     if values["is_colocated"]:
@@ -264,7 +266,7 @@ def take_sync_of_gradients(reading: Reading, engine: str) -> None:
     if key in reading.entries.by_key or values.get("num_microbatches") == 1 or reading.version == RELEASE:
         return
     # A user's BEFORE may mean July too, a checkout's and a recipe's do not.
-    if reading.version == BEFORE and (version_around(reading.path) or ("",))[0] == BEFORE:
+    if reading.version == BEFORE and (version_around(reading.started) or ("",))[0] == BEFORE:
         return
     if reading.version == FP32_SINCE:
         reading.taken = [one for one in reading.taken if one.key != key]

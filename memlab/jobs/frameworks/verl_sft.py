@@ -21,7 +21,7 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rows,
     take_sequences,
 )
-from memlab.jobs.frameworks.verl_checkout import VERSIONS, version_around
+from memlab.jobs.frameworks.verl_checkout import VERSIONS, has_earlier_configurations, version_around
 from memlab.jobs.frameworks.verl_engine import (
     CANNOT_WRITE,
     FIXED,
@@ -69,6 +69,7 @@ def chooses_old_trainer(values: dict[str, Any]) -> bool:
 def complete(reading: Reading) -> None:
     """Derives ranks, workload and gradients."""
     values = reading.values
+    reading.known.add("config_name")
     engine = values.pop("engine")
     if engine != "megatron":
         reading.blocked["job"].append(
@@ -129,6 +130,8 @@ VERL_SFT = Framework(
     cannot_write_of=cannot_write,
     render=hydra_lines,
     configurations={"sft_trainer_engine": {}},
+    folder_of_configurations="verl/trainer/config",
+    has_earlier_configurations=has_earlier_configurations,
     versions=VERSIONS,
     version_around=version_around,
 )

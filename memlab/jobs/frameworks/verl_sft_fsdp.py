@@ -47,7 +47,7 @@ def chooses_fsdp(values: dict[str, Any]) -> bool:
 def complete(reading: Reading) -> None:
     """Derives ranks, types, shards, what leaves the device, and rows."""
     values = reading.values
-    reading.known.add("engine")
+    reading.known |= {"engine", "config_name"}
     values.setdefault("world_size", values["nodes"] * values["ranks_per_node"])
     complete_engine(reading, *_PREFIXES, strategy="engine.strategy", loss="loss_fn")
     complete_trainer(reading)

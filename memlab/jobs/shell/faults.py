@@ -20,6 +20,8 @@ class Faults:
     warnings: dict[str, None] = field(default_factory=dict)
     causes: dict[str, None] = field(default_factory=dict)
     """Faults of the script itself, such as a missing sourced file: to be corrected before anything else."""
+    jobs_before: dict[str, int] = field(default_factory=dict)
+    """How many jobs the script has started where one of these causes ends it."""
     arguments_read: dict[str, int] = field(default_factory=dict)
     """Arguments of the script that are read although they are not given, with the first line of each."""
     lacks_files: bool = False
@@ -75,11 +77,23 @@ class Faults:
             f"--set {name}='PROGRAM ARGUMENTS'"
         ] = None
 
-    def stops_without(self, line: int, name: str) -> None:
-        """Names a variable without which the script ends, once."""
+    def stops_without(self, line: int, name: str, num_jobs: int) -> None:
+        """Names a variable without which the script ends, once.
+
+        Args:
+            line: Where it ends.
+            name: Of the variable.
+            num_jobs: That the script has started before.
+        """
         said = f": the script stops here unless {name} is set: give it with --set {name}=VALUE"
         if not self.lacks_files and not any(cause.endswith(said) for cause in self.causes):
-            self.causes[f"line {line}{said}"] = None
+            cause = f"line {line}{said}"
+            self.causes[cause] = None
+            self.jobs_before[cause] = num_jobs
+
+    def causes_before(self, num_jobs: int) -> list[str]:
+        """Returns the causes without ends of the script after the last of its jobs."""
+        return [cause for cause in self.causes if not num_jobs or self.jobs_before.get(cause, 0) < num_jobs]
 
     def lacks_file(self, line: int, name: str, text: str) -> None:
         """Says that a sourced file is missing: first of all, unless it only says where programs are."""

@@ -34,7 +34,26 @@ def path_here(path: Path, script: Path) -> Path:
     names = (path.parts[start:] for start in range(2, len(path.parts) - 1))
     folders = script.absolute().parents
     files = (folder.joinpath(*name) for name in names for folder in folders)
-    return next((file for file in files if isfile(file)), path)  # noqa: PTH113  # as above
+    return next((file for file in files if _is_file(file)), path)
+
+
+def file_above(name: str, path: Path, script: Path) -> Path:
+    """Returns the file that a relative path names in a folder above the script, from which the script is started.
+
+    Args:
+        name: With a folder: a name alone may be a file of anybody.
+        path: Of that name beside the file that has it.
+        script: That is started.
+
+    Returns:
+        The same path if it is there, or if there is no such file.
+    """
+    folders = script.absolute().parents if len(PurePosixPath(name).parts) > 1 and not _is_file(path) else ()
+    return next((file for up in folders if _is_file(file := up / name)), path)
+
+
+def _is_file(path: Path) -> bool:
+    return isfile(path)  # noqa: PTH113  # Path.is_file raises if a folder, such as /root, cannot be entered
 
 
 def printed_path(text: str, name: str, line: int, expand: Callable[[Word], str]) -> str:

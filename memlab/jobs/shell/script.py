@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from memlab.jobs.shell import patterns, syntax
 from memlab.jobs.shell.builtins import Builtins, Input
 from memlab.jobs.shell.conditions import Answers, Operand, both, decide, either, negated
 from memlab.jobs.shell.filters import substituted, translated
-from memlab.jobs.shell.paths import path_here, printed_path
+from memlab.jobs.shell.paths import file_above, path_here, printed_path
 from memlab.jobs.shell.variables import (
     ASSIGNMENT,
     OwnArguments,
@@ -85,6 +85,8 @@ class Script:
     """What is wrong with the script itself, such as a missing sourced file: to be corrected before anything else."""
     lacks_arguments: str = ""
     """Which of the values that the script is started with are not given; nothing if it uses none."""
+    folders: list[str] = field(default_factory=list)
+    """Where it goes with ``cd``, as far as that is known."""
 
 
 def read_script(
@@ -110,7 +112,13 @@ def read_script(
     reader = _Reader(dict(given or {}), path, arguments, is_job)
     reader.follow(text)
     faults = reader.faults
-    return Script(reader.commands, list(faults.warnings), list(faults.causes), faults.lacks_arguments(path.name))
+    return Script(
+        reader.commands,
+        list(faults.warnings),
+        faults.causes_before(reader.num_jobs),
+        faults.lacks_arguments(path.name),
+        reader.folders,
+    )
 
 
 class _LeaveError(Exception):
@@ -147,7 +155,8 @@ class _Reader(Builtins):
         self.calls: list[str] = []
         """Functions that are running."""
         self.hidden = []
-        self.is_certain = True
+        self.tested_files: set[str] = set()
+        """Files of which the script asks whether they are there."""
         self.depth = self.loops = self.shells = self.sources = self.source_depth = self.steps = self.snapshots = 0
         self.texts = 0
         """How many of these shells run a text that starts the job: nobody runs such a one for its ``exit``, either."""
@@ -158,6 +167,7 @@ class _Reader(Builtins):
         """Ends of a function or a loop that memlab could not decide: what follows there may not run."""
         self.parsed: dict[str, syntax.Node] = {}
         self.program = ""
+        self.folders: list[str] = []
         """The first word of the running command, as the script has it."""
         self.printed_code: str | None = None
         """The exit code of the last ``$(...)`` of the running command."""
@@ -636,6 +646,7 @@ class _Reader(Builtins):
             return self._coded(False, "127")
         self.faults.may_set_any |= name in _LOADING
         if name in _SUCCEEDING:
+            self.folders += [text for text in arguments if name == "cd" and UNKNOWN not in text]
             self.print_out(UNKNOWN if name in _PRINTING else "")
             return self._coded(True)
         return self._launched(words, environment | _set_by_wrappers(words))
@@ -701,7 +712,7 @@ class _Reader(Builtins):
 
     def _stops_at(self, line: int, name: str) -> None:
         if self.stops is None:
-            self.faults.stops_without(line, name)
+            self.faults.stops_without(line, name, self.num_jobs)
         else:
             self.stops.append((line, name))
 
@@ -853,21 +864,18 @@ class _Reader(Builtins):
                 "it with --set NAME=VALUE",
             )
             return True
-        if Path(name).is_absolute() and (here := path_here(path, self.script)) != path:
-            self.warn(f"the script sources {path}, which is not on this machine, and memlab reads {here}")
+        is_absolute = Path(name).is_absolute()
+        here = path_here(path, self.script) if is_absolute else file_above(name, path, self.script)
+        if here != path:
+            where = "which is not on this machine" if is_absolute else "which is not beside it"
+            self.warn(f"the script sources {path if is_absolute else name}, {where}, and memlab reads {here}")
             path = here
         try:
             text = path.read_text(encoding="utf-8") if path.is_file() and path.stat().st_size < 2**20 else None
         except (OSError, ValueError):
             text = None
         if text is None or UNKNOWN in text:
-            self.faults.lacks_file(
-                self.line,
-                path.name,
-                f"the sourced file {path.name} does not exist, or is not a text of less than 1 MiB, so what it sets is "
-                "unknown: put it there, or give what it sets with --set NAME=VALUE",
-            )
-            return self._coded(True)
+            return self._lacks_file(name, path)
         own, self.path = self.path, path
         lines, self.lines = self.lines, text.splitlines()
         outer = self.arguments
@@ -887,21 +895,45 @@ class _Reader(Builtins):
             self.doubts = doubts + [doubt for doubt in self.doubts if doubt.kind != "return"]
             self.source_depth -= 1
 
+    def _lacks_file(self, name: str, path: Path) -> bool | None:
+        """Says that a sourced file is missing; one of which the script asks whether it is there may be."""
+        if name in self.tested_files and not self.is_certain:
+            self.faults.may_set_any = True
+            self.warn(f"the script sources {path.name} where it is there, and memlab goes on without it")
+        else:
+            self.faults.lacks_file(
+                self.line,
+                path.name,
+                f"the sourced file {path.name} does not exist, or is not a text of less than 1 MiB, so what it sets is "
+                "unknown: put it there, or give what it sets with --set NAME=VALUE",
+            )
+        return self._coded(True)
+
     # Tests
 
     def _tested(self, words: list[Word]) -> bool | None:
         is_double = words[0].keyword == "[["
         inner = words[1:] if words[0].keyword == "test" else words[1:-1]
-        operands, lacks_words = [], False
+        operands, lacks_words = list[Operand](), False
+        answers = Answers(self.number, self.is_set, self.matches, self._finds)
+        was_certain = self.is_certain
         for word in inner:
             if is_double:
+                if word.keyword in (
+                    "&&",
+                    "||",
+                ):  # bash expands the rest only if this decides nothing
+                    decided = decide(operands, is_double=True, answers=answers)
+                    self.is_certain &= decided is (word.keyword == "&&")
                 text = self.one(word)
                 operands.append(Operand(text, self.pattern(word), is_quoted=word.keyword != text))
             else:
                 texts = self.words(word)
                 lacks_words |= not texts and self._is_from_outside(word)
                 operands += [Operand(text) for text in texts]
-        answers = Answers(self.number, self.is_set, self.matches, self._finds)
+        self.is_certain = was_certain
+        texts = [one.text for one in operands]
+        self.tested_files |= {text for test, text in pairwise(texts) if test in ("-f", "-e", "-r", "-s")}
         return decide(operands, is_double=is_double, lacks_words=lacks_words, answers=answers)
 
     def _is_from_outside(self, word: Word) -> bool:

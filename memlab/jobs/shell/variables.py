@@ -205,6 +205,10 @@ class Variables:
         """What ``shopt -s`` and ``set -o`` switch on."""
         self.code = "0"
         """The exit code of the last command, ``$?``."""
+        self.is_certain = True
+        """Whether the running command is one that the script runs in any case."""
+        self.counts_arguments = False
+        """Whether the script asks how many arguments it is started with, which memlab does not know."""
         self.in_test = False
         """Whether a variable that nobody sets is empty, as in a test, and not unknown, as in a command."""
         self.depth_of_expansion = self.characters = 0
@@ -572,7 +576,7 @@ class Variables:
             return self._or_default(asked, value, is_quoted=is_quoted)
         if value is None:
             if asked.name.isdigit() and self.arguments is None and not self.in_test:
-                self.faults.arguments_read.setdefault(f"${int(asked.name) + self.num_shifted}", self.line)
+                self._note_argument(asked.name)
             else:
                 self._note_unset(asked.name)
             is_known = asked.index is not None or self.is_absent(self.named(asked.name) or asked.name)
@@ -619,6 +623,7 @@ class Variables:
             return array_of([OwnArguments(UNKNOWN_WORDS, 0)] if self.arguments is None else self.arguments)
         if name == "#":
             known = self.arguments is not None and UNKNOWN_WORDS not in self.arguments
+            self.counts_arguments |= self.arguments is None
             return str(len(self.arguments or [])) if known else UNKNOWN
         if name in ("?", "$", "!", "-"):
             return self.code if name == "?" else UNKNOWN
@@ -679,9 +684,14 @@ class Variables:
     def _note_stop(self, name: str) -> None:
         """Notes that the script ends here unless a variable or one of its own arguments is given."""
         if name.isdigit() and self.arguments is None:
-            self.faults.arguments_read.setdefault(f"${int(name) + self.num_shifted}", self.line)
+            self._note_argument(name)
         elif NAME_ONLY.fullmatch(name):
             self.stops_without(name)
+
+    def _note_argument(self, name: str) -> None:
+        """Notes that the script needs an argument; one that it reads only if there are any is not needed."""
+        if self.is_certain or not self.counts_arguments:
+            self.faults.arguments_read.setdefault(f"${int(name) + self.num_shifted}", self.line)
 
     def _note_unset(self, name: str) -> None:
         """Notes that after ``set -u`` the script ends at a variable that nobody sets."""
