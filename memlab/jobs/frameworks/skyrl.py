@@ -19,10 +19,12 @@ from memlab.jobs.frameworks.reinforcement import (
     check_batches,
     composed,
     is_packed,
+    names_dispatcher,
     note_other_section,
     note_padded_rows,
     note_replaced_values,
     note_segments,
+    of_any_length,
     refuse_program,
     take_rollout,
     take_rows,
@@ -336,7 +338,7 @@ def engine_of(reading: Reading) -> tuple[str, str]:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     tokens = scenario.seq_length // scenario.layout.context_parallel_size
-    return composed(scenario, settings) | {
+    return of_any_length(composed(scenario, settings)) | {
         "strategy": "megatron",
         "is_flash": scenario.state.attention_backend != "fused",
         "is_checkpointing": settings.recompute_granularity is not None,
@@ -347,9 +349,9 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     }
 
 
-def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
-    """Names what SkyRL cannot express of these settings."""
-    reasons = {}
+def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
+    """Names what SkyRL cannot express of a job."""
+    reasons = names_dispatcher(scenario, "SkyRL")
     if settings.offload_gradients != settings.offload_parameters:
         reasons["offload_gradients"] = "SkyRL offloads gradients where it offloads parameters"
     if settings.offload_optimizer != settings.offload_parameters:

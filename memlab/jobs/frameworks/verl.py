@@ -36,6 +36,7 @@ from memlab.jobs.frameworks.reinforcement import (
     note_other_section,
     note_padded_rows,
     note_segments,
+    of_any_length,
     only_segments,
     refuse_program,
     sglang_arguments,
@@ -609,7 +610,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     is_row = is_packed(scenario)
     tokens = scenario.seq_length // scenario.layout.context_parallel_size
-    return composed(scenario, settings) | {
+    return of_any_length(composed(scenario, settings)) | {
         "model_engine": "megatron",
         "entropy_coefficient": 0,
         "has_chunks_of_entropy": scenario.state.entropy_chunk_size is not None,

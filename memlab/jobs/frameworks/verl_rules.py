@@ -219,15 +219,14 @@ def check_step(reading: Reading, sequences: tuple[str, str], of_micro_batch: str
     Raises:
         CannotStartError: If they do not.
     """
-    prompts, responses = (reading.get(key) for key in sequences)
+    prompts, responses = reading.get(sequences[0]), reading.get(sequences[1], default=1)
     size = 1 if of_micro_batch is None else reading.get(of_micro_batch)
-    numbers = (prompts, 1 if responses is None else responses, size, reading.values.get("world_size"))
-    if not all(is_whole_number(number) for number in numbers):
+    ranks = reading.values.get("world_size") if of_micro_batch is None else copies(reading)
+    if not (is_whole_number(prompts) and is_whole_number(responses) and is_whole_number(size) and ranks):
         return
-    ranks = numbers[3] if of_micro_batch is None else copies(reading)
-    if prompts * numbers[1] % (ranks * size):
+    if prompts * responses % (ranks * size):
         raise CannotStartError(
-            f"{sequences[0]} x the responses is {prompts * numbers[1]} sequences, must be a multiple of {ranks * size} "
+            f"{sequences[0]} x the responses is {prompts * responses} sequences, must be a multiple of {ranks * size} "
             f"({'ranks' if of_micro_batch is None else f'copies of the model x {of_micro_batch}'}), by a rule of verl: "
             "change one of them",
             "micro_batch_size",

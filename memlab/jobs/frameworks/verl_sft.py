@@ -18,6 +18,7 @@ from memlab.jobs.frameworks.reinforcement import (
     composed,
     is_packed,
     note_padded_rows,
+    of_any_length,
     take_rows,
     take_sequences,
 )
@@ -98,7 +99,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     is_row = is_packed(scenario)
     tokens = scenario.seq_length // scenario.layout.context_parallel_size
-    return composed(scenario, settings) | {
+    return of_any_length(composed(scenario, settings)) | {
         "engine": "megatron",
         "tokens_per_rank": tokens if is_row else 8192,
         "micro_batch_size": 4 if is_row else scenario.micro_batch_size,
