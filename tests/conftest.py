@@ -15,6 +15,8 @@ import pytest
 # Before torch is imported, and for what tests start: a thread that waits for the others of an operation computes in vain,
 # and several processes run tests at the same time. The tensors are too small to gain by a second thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test finds what another one, or the user, has predicted.
+os.environ["MEMLAB_PREDICTIONS"] = ""
 
 import memlab.regression  # noqa: F401  # before any test imports nbformat, without the 2 s that its imports take
 

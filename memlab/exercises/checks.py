@@ -50,9 +50,8 @@ def check(measured: Any) -> Goals:
         measured = measured.record
     measured = _unwrapped(measured)
     if isinstance(measured, str) and measured == CHECKED:
-        return NoAnswer(
-            "an answer that was checked already", to_anything="run the answer's cell again before its check"
-        )
+        again = "run the answer's cell again before its check"
+        return NoAnswer("an answer that was checked already", to_anything=again, to_record=again)
     if isinstance(measured, StepRecord):
         return Check(measured)
     if isinstance(measured, ResidencyAudit):
@@ -69,11 +68,9 @@ def check(measured: Any) -> Goals:
         kind = f"{kind} with {listed(sorted({type(each).__name__ for each in values})) or 'nothing'}"
     subject = f"an answer of the type {kind}"
     if measured is None:
-        action = (
-            "begin the marked line as it began, for example with 'mine =', and run its cell before the check; "
-            "lab.apply(...) gives None, lab.step(...) a record"
-        )
-        return NoAnswer(subject, to_anything=action)
+        action = "begin the marked line as it began, for example with 'mine =', and run its cell before the check"
+        of_steps = f"{action}; lab.apply(...) gives None, lab.step(...) a record"
+        return NoAnswer(subject, to_anything=action, to_record=of_steps)
     return NoAnswer(subject, to_record=_TO_RECORD.get(type(measured), NoAnswer.to_record))
 
 

@@ -581,6 +581,7 @@ EXERCISES = {
                 step("away.settings"),
                 step("MemorySettings(offload_gradients=True)"),
                 step("MemorySettings(offload_optimizer=True, offload_gradients=False)"),
+                not_steady(step("MemorySettings(offload_optimizer=True)")),
                 # The step itself does not leave only the weights on the device.
                 'mine = resident; lab.offload("gradients", "optimizer state")',
                 'mine = lab.step(MemorySettings()); lab.offload("gradients", "optimizer state")',

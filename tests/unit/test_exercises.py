@@ -565,6 +565,16 @@ def test_a_right_formula_in_another_unit_is_told_so(
         assert capsys.readouterr().out.startswith(f"not yet: the formula gives {line}")
 
 
+def test_an_answer_without_a_value_is_told_of_steps_only_where_a_step_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert not check(None).peak_below(1)
+    assert "lab.apply(...) gives None" in capsys.readouterr().out
+    assert not check(None).is_exactly(1)
+    line = capsys.readouterr().out
+    assert line.endswith("for example with 'mine =', and run its cell before the check.\n")
+
+
 def test_each_case_has_its_own_tolerance(capsys: pytest.CaptureFixture[str]) -> None:
     assert check([1000, 2001.0]).is_about([1000, 2000], "bytes", "count", within=(0, 0.01))
     assert not check([1001, 2000]).is_about([1000, 2000], "bytes", "count", within=(0, 0.01))

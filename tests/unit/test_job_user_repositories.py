@@ -318,6 +318,30 @@ def test_a_policy_without_a_gpu_is_asked_for(tmp_path: Path) -> None:
     assert "--set cluster.num_nodes=2" in str(job.not_supported)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "tensor", "gym", "ranks"),
+    [
+        (5, 4, "{should_use_nemo_gym: true, nemo_gym: {num_gpu_nodes: 1}}", 4),
+        (5, 2, "{should_use_nemo_gym: true, nemo_gym: {num_gpu_nodes: 1}}", 6),
+        (4, 4, "{should_use_nemo_gym: true, nemo_gym: {num_gpu_nodes: 0}}", 4),
+        (4, 4, "{should_use_nemo_gym: false, nemo_gym: {num_gpu_nodes: 1}}", 4),
+    ],
+)
+def test_nodes_of_nemo_gym_are_of_the_cluster_where_only_then_the_layout_fits(
+    nodes: int, tensor: int, gym: str, ranks: int, tmp_path: Path
+) -> None:
+    """super-v3 and ultra-v3 take them from ``cluster.num_nodes``, and main does not: which one is said."""
+    text = NEMO.format(f"megatron_cfg: {{enabled: true, tensor_model_parallel_size: {tensor}}}")
+    text = text.replace("num_nodes: 1", f"num_nodes: {nodes}") + f"\nenv: {gym}\n"
+    other = "{enabled: false, resources: {gpus_per_node: 2, num_nodes: 2}}"
+    job = _read(tmp_path / "grpo.yaml", text.replace("colocated: {enabled: true}", f"colocated: {other}"))
+    assert job.cannot_start is None
+    assert job.required()[0].layout.world_size == ranks
+    said = [one for one in job.warnings if "NeMo-Gym nodes beside cluster.num_nodes" in one]
+    assert bool(said) is (nodes == 5)
+    assert all(("takes them from it, as" in one) is (tensor == 4) for one in said)
+
+
 def test_rows_of_all_ranks_count_prompts_in_the_first_verl(tmp_path: Path) -> None:
     keys = "actor_rollout_ref.actor.ppo_micro_batch_size=16 actor_rollout_ref.rollout.n=2"
     job = _read(_checkout(tmp_path, "0.1") / "run.sh", VERL.format(keys))
