@@ -292,6 +292,7 @@ def _built(
         framework.complete_of_model(reading, found)
         _drop_shared_experts(reading, found)
         complete_cuda_graphs(reading, found)
+        reading.not_given.clear()
         framework.check(reading)
         scenario = scenario_of(reading, found, Versions(transformer_engine=framework.transformer_engine))
         settings = recompute_of_all_layers(reading, settings_of(reading), scenario)
@@ -299,11 +300,12 @@ def _built(
         _note_missing_sizes(reading, framework, scenario)
     except CannotStartError as error:
         scenario = None
-        if reading.guessed:
-            names = ", ".join(reading.guessed)
+        guessed = [*reading.guessed, *reversed(reading.not_given)]
+        if guessed:
+            names = ", ".join(dict.fromkeys(guessed))
             not_supported = (
                 f"{names} is known only when the job runs, and with the default the framework refuses the job: give "
-                f"--set {reading.guessed[0]}=VALUE ({error})"
+                f"--set {guessed[0]}=VALUE ({error})"
             )
         elif reading.unread:
             not_supported = (

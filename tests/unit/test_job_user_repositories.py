@@ -466,6 +466,8 @@ def test_rows_of_a_program_with_a_first_turn_have_all_turns(tmp_path: Path) -> N
     assert job.required()[0].seq_length == 2 * (32 + 96)
     assert "data.max_start_length" not in _named(job)
     assert any("at most the 96 of data.max_prompt_length" in one for one in job.warnings)
+    without = _read(tmp_path / "run.sh", f"{text.rstrip()} +do_search=false\n")
+    assert without.required()[0].seq_length == 2 * (96 + 10), "its trainer generates one response, as verl's does"
 
 
 def test_a_configuration_in_a_package_of_the_repository_is_read(tmp_path: Path) -> None:

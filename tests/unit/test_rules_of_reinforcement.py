@@ -102,7 +102,6 @@ def test_a_job_of_an_unknown_version_of_verl_is_warned_of_what_later_versions_re
         ({f"{_POLICY}.language_model_only": "true"}, {f"{_ENGINE}.language_model_only": "true"}, ""),
         ({"generator.merge_stepwise_output": "true"}, {"generator.step_wise_trajectories": "true"}, ""),
         ({"generator.sampling_params.logprobs": 5}, {"generator.sampling_params.logprobs": 1}, ""),
-        ({f"{_ENGINE}.async_engine": "false"}, {f"{_ENGINE}.async_engine": "true"}, ""),
         ({f"{_ENGINE}.num_engines": 4}, {f"{_ENGINE}.tensor_parallel_size": 2}, ""),
         ({f"{_ENGINE}.num_engines": 2}, {"trainer.placement.colocate_all": "false"}, ""),
         ({"trainer.train_batch_size": 300}, {"trainer.train_batch_size": 512}, ""),
@@ -139,3 +138,40 @@ def test_skyrl_has_no_chunks_of_a_model_on_one_stage(tmp_path: Path) -> None:
     assert job.scenario is not None
     assert job.scenario.layout.virtual_pipeline_model_parallel_size == 1
     assert key in job.without_effect
+
+
+@pytest.mark.parametrize(
+    ("keys", "unknown"),
+    [
+        ({f"{_ALGORITHM}.use_kl_in_reward": "true"}, f"{_ALGORITHM}.use_kl_loss"),
+        ({f"{_ALGORITHM}.advantage_estimator": "gae"}, "trainer.critic.model.path"),
+        ({f"{_ALGORITHM}.loss_reduction": "seq_mean_token_sum_norm"}, f"{_ALGORITHM}.max_seq_len"),
+        ({f"{_ENGINE}.run_engines_locally": "false"}, f"{_ENGINE}.external_server_urls"),
+    ],
+)
+def test_a_value_that_only_the_running_job_knows_refuses_no_job(
+    keys: dict[str, object], unknown: str, tmp_path: Path
+) -> None:
+    start = {"trainer.strategy": "fsdp"} | _SKYRL | keys | {unknown: "$VALUE"}
+    job = read(tmp_path, "skyrl.train.entrypoints.main_base", start)
+    assert job.cannot_start is None
+    assert (job.not_supported or "").startswith(f"{unknown} is known only when the job runs")
+
+
+def test_an_earlier_checkout_of_skyrl_is_warned_of_later_rules(tmp_path: Path) -> None:
+    """Releases before 0.3 set ``max_seq_len`` from the lengths (``validate_cfg`` of skyrl-train 0.2)."""
+    folder = tmp_path / "skyrl-train" / "skyrl_train" / "config"
+    folder.mkdir(parents=True)
+    (folder / "ppo_base_config.yaml").write_text("trainer: {strategy: fsdp2}\n")
+    keys = {"trainer.strategy": "fsdp2", f"{_ALGORITHM}.loss_reduction": "seq_mean_token_sum_norm"}
+    job = read(tmp_path, "skyrl_train.entrypoints.main_base", _SKYRL | keys)
+    assert job.cannot_start is None
+    assert any("needs trainer.algorithm.max_seq_len" in text for text in job.warnings)
+
+
+def test_an_option_of_earlier_releases_of_skyrl_is_no_reason_to_refuse(tmp_path: Path) -> None:
+    """Forks of releases before 0.3 start their examples with it."""
+    keys = {"trainer.strategy": "fsdp", f"{_ENGINE}.async_engine": "false"}
+    job = read(tmp_path, "skyrl.train.entrypoints.main_base", _SKYRL | keys)
+    assert job.cannot_start is None
+    assert any("which SkyRL refuses since 0.3" in text for text in job.warnings)

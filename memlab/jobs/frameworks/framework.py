@@ -101,6 +101,9 @@ class Reading:
     guessed: list[str] = field(default_factory=list)
     """Keys that are known only when the job runs, for which memlab takes the defaults; no names, such as a path."""
 
+    not_given: list[str] = field(default_factory=list)
+    """Such keys that `get` has taken as not given since the framework's rules are checked."""
+
     assumed: list[str] = field(default_factory=list)
     """What the file does not say at all, and memlab takes an example for, with a warning: ranks, lengths."""
     kept_of_parameter: dict[str, int] = field(default_factory=dict)
@@ -118,8 +121,10 @@ class Reading:
         A value that is known only when the job runs counts as not given, and a warning says so once.
         """
         entry = self.entries.by_key.get(key)
-        if entry is not None and entry.is_unknown and key not in self.known:
-            self.warn_of_unknown(entry, "it as not given")
+        if entry is not None and entry.is_unknown:
+            self.not_given.append(key)
+            if key not in self.known:
+                self.warn_of_unknown(entry, "it as not given")
         self.known.add(key)
         return self.entries.get(key, default)
 

@@ -18,15 +18,21 @@ def note_checkout(reading: Reading) -> None:
 
     A key of the job's own stays: Hydra refuses one that the configuration lacks.
     """
-    found = _configuration_around(reading.started)
-    if found is None or SEGMENTS.rpartition(".")[2] in found[1]:
+    file = earlier_checkout(reading)
+    if file is None:
         return
     if SEGMENTS not in reading.entries.by_key:
         reading.take(SEGMENTS, "expandable_segments", value=False)
     reading.warnings.append(
-        f"{found[0]} is of an earlier SkyRL, or of a fork of one, without {SEGMENTS}: memlab takes the allocator that "
+        f"{file} is of an earlier SkyRL, or of a fork of one, without {SEGMENTS}: memlab takes the allocator that "
         "the environment chooses, and does not see what else that trainer does otherwise"
     )
+
+
+def earlier_checkout(reading: Reading) -> Path | None:
+    """Returns a configuration of the checkout around a job if that is an earlier SkyRL's, or a fork's of one."""
+    found = _configuration_around(reading.started)
+    return None if found is None or SEGMENTS.rpartition(".")[2] in found[1] else found[0]
 
 
 def _configuration_around(path: Path) -> tuple[Path, str] | None:

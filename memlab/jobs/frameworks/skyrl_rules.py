@@ -14,6 +14,7 @@ from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import WHOLE, is_given
 from memlab.jobs.frameworks.megatron_keys import CHUNKS
+from memlab.jobs.frameworks.skyrl_checkout import earlier_checkout
 
 _TRAINER, _ALGORITHM, _PLACEMENT = "trainer", "trainer.algorithm", "trainer.placement"
 _POLICY, _ENGINE = "trainer.policy", "generator.inference_engine"
@@ -86,7 +87,6 @@ _OF_ALL: tuple[_Rule, ...] = (
         lambda value, job: value is True and job.get(f"{_ENGINE}.distributed_executor_backend", default="ray") != "mp",
         f"needs {_ENGINE}.distributed_executor_backend mp",
     ),
-    (f"{_ENGINE}.async_engine", lambda value, _: value is False, "is an option that SkyRL no longer has"),
 )
 _OF_MEGATRON: tuple[_Rule, ...] = (
     (f"{_ENGINE}.backend", lambda value, _: value != "vllm", "must be vllm with trainer.strategy megatron"),
@@ -120,6 +120,9 @@ def check_rules(reading: Reading) -> None:
     """
     _check(reading, _OF_ALL)
     _check_engines(reading)
+    key = f"{_ENGINE}.async_engine"
+    if reading.get(key) is False:  # a job that has it is of an earlier SkyRL, and starts there
+        reading.warnings.append(f"{key} is False, which SkyRL refuses since 0.3: leave it out there")
 
 
 def check_megatron(reading: Reading) -> None:
@@ -178,9 +181,10 @@ def _check_engines(reading: Reading) -> None:
     if not all(is_whole_number(number) for number in (*of_engines, *gpus)):
         return
     if math.prod(of_engines) != math.prod(gpus):
-        raise CannotStartError(
+        _refuse(
+            reading,
             f"{key} x the GPUs of each is {math.prod(of_engines)}, must be the {math.prod(gpus)} GPUs of the policy "
-            f"with {_PLACEMENT}.colocate_all, by a rule of SkyRL: change {key}"
+            f"with {_PLACEMENT}.colocate_all, by a rule of SkyRL: change {key}",
         )
 
 
@@ -188,4 +192,11 @@ def _check(reading: Reading, rules: tuple[_Rule, ...]) -> None:
     for key, breaks, rule in rules:
         entry = reading.entries.by_key.get(key)
         if entry is not None and not entry.is_unknown and breaks(entry.value, reading):
-            raise CannotStartError(f"{key} is {entry.value}, {rule}, by a rule of SkyRL: change one of them")
+            _refuse(reading, f"{key} is {entry.value}, {rule}, by a rule of SkyRL: change one of them")
+
+
+def _refuse(reading: Reading, text: str) -> None:
+    """Refuses a job, and only warns of what the earlier SkyRL around it may take."""
+    if (file := earlier_checkout(reading)) is None:
+        raise CannotStartError(text)
+    reading.warnings.append(f"{text}, or keep it if SkyRL as of {file} takes it")

@@ -256,7 +256,9 @@ def take_turns(reading: Reading) -> None:
     """
     key = "data.max_start_length"
     start, later = reading.get(key), reading.values["prompt_length"]
-    if is_number(start) and is_number(later):
+    if reading.get("do_search") is False:
+        reading.without_effect[key] = "do_search is false, so a row has one prompt and one response"
+    elif is_number(start) and is_number(later):
         reading.take(key, "prompt_length", start)
         reading.values["response_length"] = later
         reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
