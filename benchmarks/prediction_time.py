@@ -4,6 +4,9 @@ Each case runs in processes of their own, which take turns between the two versi
 counts, which another program on the machine disturbs less than the clock. The earlier commit is checked out into a
 temporary folder and runs in the same environment. What it does not know (a flag, a model) has no ratio.
 
+Searches keep what they predict (`memlab.lab.kept_predictions`). In the rows ``again``, the same search has run before,
+so that each of its steps is kept. In all other rows nothing is kept, and every step is predicted.
+
     python benchmarks/prediction_time.py                                     # this version alone
     python benchmarks/prediction_time.py --against 1191acc                   # and the ratio to a commit
     python benchmarks/prediction_time.py --against 1191acc --rounds 1 --only setting layers
@@ -88,6 +91,22 @@ CASES: dict[str, tuple[str, ...]] = {
     "command: predict Qwen3-30B-A3B": ("-m", "memlab", "predict", "qwen3-30b-a3b", "--seq-length", "4096"),
     "search: phi-4 TP2": (*SEARCH, "phi-4", "--tensor-model-parallel-size", "2", "--world-size", "8"),
     "search: Qwen3-30B-A3B EP8": (*SEARCH, "qwen3-30b-a3b", "--expert-model-parallel-size", "8", "--world-size", "8"),
+    "again: phi-4 TP2, all of its steps kept": (
+        *SEARCH,
+        "phi-4",
+        "--tensor-model-parallel-size",
+        "2",
+        "--world-size",
+        "8",
+    ),
+    "again: Qwen3-30B-A3B EP8, all of its steps kept": (
+        *SEARCH,
+        "qwen3-30b-a3b",
+        "--expert-model-parallel-size",
+        "8",
+        "--world-size",
+        "8",
+    ),
     "layouts: Qwen3-30B-A3B, 8 GPUs": (*SEARCH, "qwen3-30b-a3b", "--gpus", "8"),
     "largest: phi-4 TP2": (
         *SEARCH,
@@ -103,10 +122,17 @@ CASES: dict[str, tuple[str, ...]] = {
 """What Python runs. A case that prints ``seconds`` measures a part of itself."""
 
 
-def cost(arguments: tuple[str, ...], folder: Path) -> tuple[float, float] | None:
-    """Returns processor seconds and the largest resident size in GB of a case; None if this version cannot run it."""
+def cost(arguments: tuple[str, ...], folder: Path, kept: Path | None = None) -> tuple[float, float] | None:
+    """Returns processor seconds and the largest resident size in GB of a case; None if this version cannot run it.
+
+    Args:
+        arguments: Of Python.
+        folder: The version's.
+        kept: Where predictions are kept; None keeps none.
+    """
     path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    environment["MEMLAB_PREDICTIONS"] = "" if kept is None else str(kept)
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             [sys.executable, *arguments], cwd=folder, env=environment, stdout=output, stderr=subprocess.DEVNULL
@@ -143,11 +169,15 @@ def compare(cases: dict[str, tuple[str, ...]], versions: list[Path], rounds: int
     print(f"{'':56}" + "".join(f"{name + ', s':>11}{'GB':>7}" for name in names) + f"{'ratio':>9}")
     for case, arguments in cases.items():
         costs: list[list[tuple[float, float]]] = [[] for _ in versions]
-        for _ in range(rounds):
-            for version, each in zip(versions, costs, strict=True):
-                one = cost(arguments, version)
-                if one is not None:
-                    each.append(one)
+        with tempfile.TemporaryDirectory() as folder:
+            kept = Path(folder) if case.startswith("again") else None
+            if kept is not None:
+                cost(arguments, versions[-1], kept)
+            for _ in range(rounds):
+                for version, each in zip(versions, costs, strict=True):
+                    one = cost(arguments, version, kept)
+                    if one is not None:
+                        each.append(one)
         row, medians = f"{case:56}", []
         for each in costs:
             medians.append(statistics.median(seconds for seconds, _ in each) if each else None)

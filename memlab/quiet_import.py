@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 from importlib import import_module
 from types import ModuleType
+
+MEMLAB_IMPORTED_NS = time.time_ns()
+"""When this process began to import memlab, on the clock of files: it may not have loaded what was written later."""
 
 
 def imported(name: str) -> ModuleType:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 # Before torch is imported, and for what tests start: a thread that waits for the others of an operation computes in vain,
 # and several processes run tests at the same time. The tensors are too small to gain by a second thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No test finds what another one, or the user, has predicted.
+os.environ["MEMLAB_PREDICTIONS"] = ""
 
 import memlab.regression  # noqa: F401  # before any test imports nbformat, without the 2 s that its imports take
 
@@ -42,12 +45,14 @@ def _collections_pass_libraries_over() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Collections pass over what a file's tests have imported too, such as transformers, once the file is left.
+    """Collections pass over what a test has imported too, such as transformers, and over what a file's tests keep.
 
-    Not before: memlab looks for tensors among the objects that collections visit, also for those of a file's labs.
+    While a lab is open, nothing is hidden: memlab looks for its tensors among the objects that collections visit.
     """
+    num_modules = len(sys.modules)
     result = yield
-    if nextitem is None or nextitem.path != item.path:
+    is_file_left = nextitem is None or nextitem.path != item.path
+    if is_file_left or (len(sys.modules) > num_modules and sys.modules["memlab.lab.lab"].Lab._open is None):
         gc.collect()
         gc.freeze()
     return result

@@ -130,6 +130,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --largest: first search the settings, and then find the largest workload under each setting on the "
         "front; a setting is on the front if no other setting is at least as good in peak, recompute and transfer",
     )
+    parser.add_argument(
+        "--anew",
+        action="store_true",
+        help="predict each step anew, and neither use nor keep predictions of other searches. Without this flag, a "
+        "search keeps what it predicts in ~/.cache/memlab/predictions, or in the folder that MEMLAB_PREDICTIONS names, "
+        "and a later search uses it if job, settings, memlab and the installed packages are the same; the results are "
+        "the same in either case",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object; bytes are integers")
     parser.add_argument(
         "--out", type=out_path, metavar="FILE.html", help="also write the chart and the table to this new HTML file"
@@ -194,7 +202,9 @@ def _settings_search(arguments: argparse.Namespace) -> Callable[[], int]:
         try:
             with (
                 stdout_reserved_for_result(),
-                _workers(arguments.engines, most_engines, replay=arguments.replay, source=source) as workers,
+                _workers(
+                    arguments.engines, most_engines, replay=arguments.replay, anew=arguments.anew, source=source
+                ) as workers,
             ):
                 found = find_front(workers)
         except SearchInterrupted as interrupted:
@@ -278,7 +288,10 @@ def _find_layouts(arguments: argparse.Namespace, job: Scenario, given: dict[str,
 
     code = None
     try:
-        with stdout_reserved_for_result(), _workers(arguments.engines, replay=arguments.replay) as workers:
+        with (
+            stdout_reserved_for_result(),
+            _workers(arguments.engines, replay=arguments.replay, anew=arguments.anew) as workers,
+        ):
             is_allowed = writable(arguments.as_framework, job, base)
             found = layouts_that_fit(job, given, base, arguments.gpu_memory, workers, is_allowed)
     except LayoutSearchInterrupted as interrupted:
@@ -339,7 +352,12 @@ def _find_largest(
         with (
             stdout_reserved_for_result(),
             _workers(
-                arguments.engines, most_engines, replay=arguments.replay, source=source, is_endless=True
+                arguments.engines,
+                most_engines,
+                replay=arguments.replay,
+                anew=arguments.anew,
+                source=source,
+                is_endless=True,
             ) as workers,
         ):
             outside_torch_bytes = arguments.gpu_memory - limit_bytes
@@ -368,7 +386,9 @@ def _find_along_front(
     try:
         with (
             stdout_reserved_for_result(),
-            _workers(arguments.engines, replay=arguments.replay, source=source, is_endless=True) as workers,
+            _workers(
+                arguments.engines, replay=arguments.replay, anew=arguments.anew, source=source, is_endless=True
+            ) as workers,
         ):
 
             def find(settings: MemorySettings) -> Largest:
@@ -440,6 +460,7 @@ def _workers(
     replay: bool,
     source: Job | None = None,
     is_endless: bool = False,
+    anew: bool,
 ) -> Iterator[Workers]:
     """Opens processes of this machine, by default at most so many, or connects to the engines of a profile.
 
@@ -449,8 +470,10 @@ def _workers(
         replay: As for a `Lab`.
         source: The job, if it was read from a file.
         is_endless: Whether the search goes on to larger workloads until one does not fit.
+        anew: As the flag of this name.
     """
     from memlab.allocator.choice import compile_in_background
+    from memlab.lab.kept_predictions import KeptPredictions
     from memlab.lab.search_workers import open_workers, tell
 
     not_modelled = () if source is None else source.not_modelled
@@ -458,8 +481,15 @@ def _workers(
         not_modelled = _with_lower_end(source)
     if not isinstance(engines, str):
         compile_in_background(tell)
-        with open_workers(engines, at_most=at_most, replay=replay, not_modelled=not_modelled) as workers:
-            yield workers
+        kept = KeptPredictions.here() if replay and not anew else None
+        try:
+            with open_workers(engines, at_most=at_most, replay=replay, not_modelled=not_modelled, kept=kept) as workers:
+                yield workers
+        finally:
+            if kept is not None:
+                kept.shorten()
+        if workers.num_kept:
+            tell(f"{workers.num_kept} of these steps are those of earlier searches; --anew predicts them anew")
         return
     with open_engines(engines) as ranks, open_workers(ranks, replay=replay, not_modelled=not_modelled) as workers:
         print(f"predicting on {len(ranks)} engines", file=sys.stderr, flush=True)

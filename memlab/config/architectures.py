@@ -23,6 +23,7 @@ from memlab.config.parts.mamba import Mamba
 from memlab.config.parts.mla import LatentAttention, RopeType
 from memlab.config.parts.moe import Experts, ScoreFunction
 from memlab.config.parts.part import FeedForward, Normalization, Part, SharedSize, Weight, norm_weights
+from memlab.config.remembered import Remembers, remembered
 from memlab.config.validation import (
     MOST_LAYERS,
     MOST_TOKENS_OF_A_SEQUENCE,
@@ -66,7 +67,7 @@ class LayerKind(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Architecture:
+class Architecture(Remembers):
     """One decoder-only transformer; field names are Megatron's `TransformerConfig` names."""
 
     name: str
@@ -339,12 +340,12 @@ class Architecture:
                 "which memlab does not have together: correct it"
             )
 
-    @property
+    @remembered
     def attention(self) -> GroupedQueryAttention | LatentAttention:
         """The first part of every layer, or of those that have no other one."""
         return LatentAttention.of(self) if self.multi_latent_attention else GroupedQueryAttention.of(self)
 
-    @property
+    @remembered
     def parts_of_kinds(self) -> dict[LayerKind | str, tuple[Part, ...]]:
         """The parts of each kind of layer that the model has, by `kind_of_layer`."""
         if self.hybrid_override_pattern is not None:
@@ -375,7 +376,7 @@ class Architecture:
         routes = self.num_moe_experts is not None if self.moe_layer_freq is None else self.moe_layer_freq[layer]
         return LayerKind(bool(is_linear), bool(routes))
 
-    @property
+    @remembered
     def parts(self) -> tuple[Part, ...]:
         """The kinds of parts that its layers have, those of attention first."""
         found = dict.fromkeys(part for parts in self.parts_of_kinds.values() for part in parts)
@@ -386,7 +387,7 @@ class Architecture:
         """The kinds of feed-forward parts that its layers have."""
         return tuple(part for part in self.parts if isinstance(part, FeedForward))
 
-    @property
+    @remembered
     def shared_sizes(self) -> list[SharedSize]:
         """The sizes of its parts that ranks share."""
         return [size for part in self.parts for size in part.shared_sizes()]
@@ -425,7 +426,7 @@ class Architecture:
         """
         return not self.multi_latent_attention or self.qk_head_dim + self.qk_pos_emb_head_dim == self.v_head_dim
 
-    @property
+    @remembered
     def without_effect(self) -> dict[str, str]:
         """What does nothing in any of its layers: ``field:module`` to the reason."""
         others = [part for part in self.parts if isinstance(part, (FeedForward, Mamba))]

@@ -42,10 +42,9 @@ class Fsdp2Rules:
 
         Each is refused where it differs from its default.
         """
-        of_state = self.state.options()
         for name in names:
             owner: Any = next((one for one in (self, self.layout) if hasattr(one, name)), self.state)
-            value = of_state[name] if owner is self.state else getattr(owner, name)
+            value = getattr(owner, name) if hasattr(owner, name) else self.state.options()[name]
             yield name, value, value != options_of(type(owner))[name].default  # type: ignore[arg-type]
 
     @property

@@ -297,7 +297,7 @@ class Layout:
                 f"{2 * context} chunks, two per rank: choose from {', '.join(choices)}",
                 "context_parallel_size",
             )
-        self._check_heads(architecture)
+        self._check_heads(architecture, seq_length)
         self._check_unshared(architecture)
         if architecture.routes and self.has_whole_sequences:
             raise RuleError(
@@ -317,12 +317,16 @@ class Layout:
             *((one.ranks, self.ranks_that_share(one), one.what, one.amount) for one in architecture.shared_sizes),
         ):
             if amount % size:
-                divisors = [str(count) for count in range(1, min(amount, 128) + 1) if amount % count == 0]
+                divisors = [count for count in range(1, min(amount, 128) + 1) if amount % count == 0]
+                if name == "tensor_model_parallel_size":
+                    divisors = self._tensor_sizes(architecture, seq_length)
                 rule = f"must divide the {amount} {what} of {architecture.name}"
                 uneven = _ENDS if engine == "megatron" else ("pipeline_model_parallel_layout",)
                 others = uneven if what == "layers" else ()
                 advice = f", or set {' and '.join(others)}" if others else ""
-                raise RuleError(f"{name} is {size}, {rule}: choose from {', '.join(divisors)}{advice}", name, *others)
+                raise RuleError(
+                    f"{name} is {size}, {rule}: choose from {', '.join(map(str, divisors))}{advice}", name, *others
+                )
         self._check_chunks(num_layers, num_microbatches)
 
     def ranks_that_share(self, size: SharedSize) -> int:
@@ -359,30 +363,20 @@ class Layout:
                 "expert_model_parallel_size",
             )
 
-    def _check_heads(self, architecture: Architecture) -> None:
+    def _check_heads(self, architecture: Architecture, seq_length: int) -> None:
         """Checks Megatron's rules for the heads that tensor parallel ranks share.
 
         They are in ``transformer_config.py``, ``attention.py`` and ``tensor_parallel/layers.py`` of
         ``megatron/core``, 0.16.1 and 0.19.2. With more ranks than query groups, each rank has a part of a group's
         matrices, and gathers the queries, keys and values of all ranks in each forward pass.
         """
-        heads, groups = architecture.num_attention_heads, architecture.num_query_groups
-        rows = (heads + 2 * groups) * architecture.kv_channels
-
-        def broken(size: int) -> str | None:
-            if heads % size:
-                return f"must divide the {heads} attention heads of {architecture.name}"
-            if groups % size and size % groups:
-                return f"must be a divisor or a multiple of the {groups} query groups of {architecture.name}"
-            return f"must divide the {rows} rows of query, key and value" if rows % size else None
-
+        groups = architecture.num_query_groups
         if architecture.norms_all_heads_fused and self.tensor_model_parallel_size > 1:
             raise RuleError(
                 f"tensor_model_parallel_size is {self.tensor_model_parallel_size}, must be 1 for {architecture.name}, "
                 "whose norms of all heads Megatron-Bridge does not divide: choose 1",
                 "tensor_model_parallel_size",
             )
-        most = groups if architecture.norms_all_heads else heads
         if architecture.norms_all_heads and self.tensor_model_parallel_size > groups:
             raise RuleError(
                 f"tensor_model_parallel_size is {self.tensor_model_parallel_size}, must be at most {groups}, the query "
@@ -390,15 +384,24 @@ class Layout:
                 f"the same keys: choose {groups} or fewer",
                 "tensor_model_parallel_size",
             )
-        rule = broken(self.tensor_model_parallel_size)
+        rule = _heads_refuse(architecture, self.tensor_model_parallel_size)
         if rule is not None:
-            sizes = (size for size in range(1, min(most, 128) + 1) if architecture.vocab_size % size == 0)
-            choices = ", ".join(str(size) for size in sizes if broken(size) is None)
+            choices = ", ".join(map(str, self._tensor_sizes(architecture, seq_length)))
             raise RuleError(
                 f"tensor_model_parallel_size is {self.tensor_model_parallel_size}, {rule}, by a rule of Megatron-Core: "
                 f"choose from {choices}",
                 "tensor_model_parallel_size",
             )
+
+    def _tensor_sizes(self, architecture: Architecture, seq_length: int) -> list[int]:
+        """Returns the sizes of tensor parallelism, up to 128, that divide all that it shares."""
+        most = architecture.num_query_groups if architecture.norms_all_heads else architecture.num_attention_heads
+        amounts = [one.amount for one in architecture.shared_sizes if one.ranks == "tensor_model_parallel_size"]
+        if self.sequence_parallel:
+            amounts.append(seq_length // self.context_parallel_size)
+        divides = math.gcd(architecture.vocab_size, *amounts)
+        sizes = [size for size in range(1, min(most, 128) + 1) if divides % size == 0]
+        return [size for size in sizes if _heads_refuse(architecture, size) is None]
 
     def _check_chunks(self, num_layers: int, num_microbatches: int) -> None:
         """Checks Megatron's rules (``TransformerConfig`` and ``forward_backward_pipelining_with_interleaving``)."""
@@ -499,3 +502,14 @@ class Layout:
         of_stages = {name: getattr(self, name) for name in _OF_STAGES if getattr(self, name) is not None}
         words += [f"{name}={re.sub('[ ,]', '', str(value))}" for name, value in of_stages.items()]
         return " ".join(words) or _ONE_RANK
+
+
+def _heads_refuse(architecture: Architecture, size: int) -> str | None:
+    """Returns the rule for heads that a size of tensor parallelism breaks; None if it breaks none."""
+    heads, groups = architecture.num_attention_heads, architecture.num_query_groups
+    rows = (heads + 2 * groups) * architecture.kv_channels
+    if heads % size:
+        return f"must divide the {heads} attention heads of {architecture.name}"
+    if groups % size and size % groups:
+        return f"must be a divisor or a multiple of the {groups} query groups of {architecture.name}"
+    return f"must divide the {rows} rows of query, key and value" if rows % size else None

@@ -303,15 +303,19 @@ def _check_frozen_feed_forward(
 
 def _check_megatron(*of_job: MemorySettings | TrainingState) -> None:
     for own in of_job:
-        options: dict[str, Option] = options_of(type(own))  # type: ignore[arg-type]  # a class is hashable
-        for name, one in options.items():
-            reason = not_in_megatron(one)
-            if reason and getattr(own, name) != one.default:
+        for one in _newer_options(type(own), _megatron_version()):  # type: ignore[arg-type]  # a class is hashable
+            value = getattr(own, one.name)
+            if value != one.default:
                 raise RuleError(
-                    f"{name} is {getattr(own, name)}, but {reason}: leave it out, or install megatron-core "
+                    f"{one.name} is {value}, but {not_in_megatron(one)}: leave it out, or install megatron-core "
                     f"{one.since_words}",
-                    name,
+                    one.name,
                 )
+
+
+@cache
+def _newer_options(cls: type, installed: tuple[int, ...]) -> list[Option]:
+    return [one for one in options_of(cls).values() if one.since is not None and installed < one.since]
 
 
 def not_in_megatron(option: Option) -> str:

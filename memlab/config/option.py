@@ -143,6 +143,11 @@ def options_of(cls: type) -> dict[str, Option]:
     return found
 
 
+@cache
+def _own_names(cls: type) -> frozenset[str]:
+    return frozenset(field.name for field in fields(cls))
+
+
 def check_options(settings: Any, prefix: str = "") -> None:
     """Checks the type, the choices and the range of each option of an object, and makes other whole numbers Python's.
 
@@ -155,7 +160,7 @@ def check_options(settings: Any, prefix: str = "") -> None:
     Raises:
         RuleError: If one breaks its rule.
     """
-    own = {field.name for field in fields(settings)}
+    own = _own_names(type(settings))  # type: ignore[arg-type]  # a class is hashable
     for name, one in options_of(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
         if name not in own:
             continue  # of an object that has checked itself
@@ -177,17 +182,22 @@ def check_options(settings: Any, prefix: str = "") -> None:
             _refuse(one, name, value, "True or False")
 
 
+@cache
+def _options_without(cls: type, engine: EngineName) -> list[tuple[str, Option]]:
+    return [(name, one) for name, one in options_of(cls).items() if engine not in one.engines]
+
+
 def check_engine(settings: Any, engine: EngineName) -> None:
     """Checks that an engine has each option of an object that differs from its default.
 
     Raises:
         RuleError: If it does not have one.
     """
-    own = {field.name for field in fields(settings)}
-    for name, one in options_of(type(settings)).items():  # type: ignore[arg-type]  # a class is hashable
+    own = _own_names(type(settings))  # type: ignore[arg-type]  # a class is hashable
+    for name, one in _options_without(type(settings), engine):  # type: ignore[arg-type]  # a class is hashable
         outer, _, inner = name.partition("_")
         value = getattr(settings, name) if name in own else getattr(getattr(settings, outer), inner, one.default)
-        if engine not in one.engines and value != one.default:
+        if value != one.default:
             raise RuleError(
                 f"{name} is {shortened(value)}, but engine {engine!r} does not have this option: leave it out, or "
                 f"choose engine {one.engines[0]!r}",

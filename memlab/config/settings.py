@@ -28,7 +28,7 @@ MODULES = {
     "mlp_norm": "the norm before the MLP or the experts (if it is a module of its own)",
     "expert_fc1": "the first linear layer of the experts of an MoE layer",
     "moe_act": "the activation function of the experts of an MoE layer",
-    "layernorm": "the norms before attention and before the MLP",
+    "layernorm": "the norms before attention and before the MLP or the experts (those that are modules of their own)",
     "mla_up_proj": "the projections from the latent vectors of latent attention, and the rotation",
     "mlp": "the MLP of a dense layer",
     "shared_experts": "the MLP beside the experts that all tokens pass through",

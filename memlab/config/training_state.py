@@ -1124,7 +1124,8 @@ class TrainingState:
 
     def changed(self) -> dict[str, Any]:
         """Returns the options that differ from the default, in the order of the class."""
-        return {name: value for name, value in self.options().items() if value != _default(name)}
+        known = options_of(TrainingState)
+        return {name: value for name, value in self.options().items() if value != known[name].default}
 
     def to_dict(self) -> dict[str, Any]:
         """Returns all fields as JSON-ready values."""

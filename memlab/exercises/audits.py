@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Self
 
 from memlab.exercises.goals import Goals
@@ -18,8 +19,13 @@ class ResidencyCheck(Goals):
         super().__init__()
         self._audit = audit
 
-    def only_on_device(self, *groups: str) -> Self:
-        """Requires these groups on the device, no other group, and every byte where it should be."""
+    def only_on_device(self, *groups: str, now: Callable[[], ResidencyAudit] | None = None) -> Self:
+        """Requires these groups on the device, no other group, and every byte where it should be.
+
+        Args:
+            groups: The groups of the goal.
+            now: Takes another audit, which has to find the same: a reader may have kept one of an earlier moment.
+        """
         resident = [group for group in GROUPS if self._audit.device_bytes(group)]
         if sorted(resident) != sorted(groups):
             what = f"the device holds {', '.join(resident) or 'none of the groups'}, must hold only {', '.join(groups)}"
@@ -27,6 +33,10 @@ class ResidencyCheck(Goals):
         if self._audit.complaints:
             what = f"the device holds the right groups, but the audit finds: {self._audit.complaints[0]}"
             return self.goal(False, what)
+        if now is not None and (current := now()).holdings != self._audit.holdings:
+            held = ", ".join(group for group in GROUPS if current.device_bytes(group)) or "none of the groups"
+            what = f"this audit is of another moment: now the device holds {held}"
+            return self.goal(False, what, "change only the marked line: the line below it takes the audit")
         return self.goal(True, f"the device holds only {', '.join(groups)}")
 
     def complains_like(self, other: ResidencyAudit) -> Self:

@@ -16,13 +16,14 @@ from memlab.exercises.code import CodeCheck
 from memlab.exercises.formulas import FormulaCheck
 from memlab.exercises.goals import Goals, NoAnswer, listed
 from memlab.exercises.records import Attempt, Check, RefusedCheck
+from memlab.record.job_record import JobRecord
 from memlab.record.offload_audit import OffloadAudit
 from memlab.record.residency_audit import ResidencyAudit
 from memlab.record.step_record import StepRecord
 
 
 @overload
-def check(measured: StepRecord | OffloadAudit) -> Check: ...
+def check(measured: StepRecord | dict[str, StepRecord] | OffloadAudit) -> Check: ...
 @overload
 def check(measured: Attempt) -> Check | RefusedCheck: ...
 @overload
@@ -35,9 +36,9 @@ def check(measured: Any) -> Goals:
     """Begins the check of an exercise: ``check(record).peak_below(...).same_loss_as(plain)``.
 
     Args:
-        measured: What `Lab.step`, `Lab.audit_offload` (its step with offload) or `Lab.audit_residency` returned, an
-            `Attempt` with a record, the numbers that a formula gave (one, or one per case, also as an array or a
-            tensor), or a function of the reader's, or two.
+        measured: What `Lab.step`, `predict_ranks` (the ranks of one job), `Lab.audit_offload` (its step with offload)
+            or `Lab.audit_residency` returned, an `Attempt` with a record, the numbers that a formula gave (one, or one
+            per case, also as an array or a tensor), or a function of the reader's, or two.
 
     Returns:
         A check whose goals print a line each, up to the first that is missed. It is true if all were reached. If it was
@@ -49,9 +50,8 @@ def check(measured: Any) -> Goals:
         measured = measured.record
     measured = _unwrapped(measured)
     if isinstance(measured, str) and measured == CHECKED:
-        return NoAnswer(
-            "an answer that was checked already", to_anything="run the answer's cell again before its check"
-        )
+        again = "run the answer's cell again before its check"
+        return NoAnswer("an answer that was checked already", to_anything=again, to_record=again)
     if isinstance(measured, StepRecord):
         return Check(measured)
     if isinstance(measured, ResidencyAudit):
@@ -68,11 +68,9 @@ def check(measured: Any) -> Goals:
         kind = f"{kind} with {listed(sorted({type(each).__name__ for each in values})) or 'nothing'}"
     subject = f"an answer of the type {kind}"
     if measured is None:
-        action = (
-            "begin the marked line as it began, for example with 'mine =', and run its cell before the check; "
-            "lab.apply(...) gives None, lab.step(...) a record"
-        )
-        return NoAnswer(subject, to_anything=action)
+        action = "begin the marked line as it began, for example with 'mine =', and run its cell before the check"
+        of_steps = f"{action}; lab.apply(...) gives None, lab.step(...) a record"
+        return NoAnswer(subject, to_anything=action, to_record=of_steps)
     return NoAnswer(subject, to_record=_TO_RECORD.get(type(measured), NoAnswer.to_record))
 
 
@@ -87,9 +85,11 @@ _TO_RECORD = {
 
 
 def _unwrapped(measured: Any) -> Any:
-    """Returns an audit's step with offload, `CHECKED` for functions that were checked already, else what it got."""
+    """Returns an audit's step with offload, ranks as a job, `CHECKED` for functions checked before, or what it got."""
     if isinstance(measured, OffloadAudit):
         return measured.offloaded
+    if isinstance(measured, dict) and measured and all(isinstance(each, StepRecord) for each in measured.values()):
+        return JobRecord.of([*measured.values()])
     is_checked = isinstance(measured, tuple) and CHECKED in [each for each in measured if isinstance(each, str)]
     return CHECKED if is_checked else measured
 

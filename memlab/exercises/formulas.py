@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Self
 
-from memlab.exercises.goals import Goals
+from memlab.exercises.goals import Goals, listed
 
 
 class FormulaCheck(Goals):
@@ -53,7 +53,12 @@ class FormulaCheck(Goals):
         return self.goal(True, f"the formula gives {given} bytes, exactly as many as memlab counted")
 
     def is_about(
-        self, values: Sequence[float], unit: str, hint: str, within: float = 0.01, tokens: Sequence[int] = ()
+        self,
+        values: Sequence[float],
+        unit: str,
+        hint: str,
+        within: float | Sequence[float] = 0.01,
+        tokens: Sequence[int] = (),
     ) -> Self:
         """Requires a value in each case, to within a share of it.
 
@@ -61,19 +66,25 @@ class FormulaCheck(Goals):
             values: One per case, in the order of the formula's results.
             unit: Of the values, such as ``tokens``.
             hint: What to look at, in the words of the exercise.
-            within: The share by which a result may differ.
+            within: The share by which a result may differ, in all cases or in each; 0 allows only rounded floats.
             tokens: As for `is_exactly`.
         """
-        if self._is_no_formula(values) or self._is_in_another_unit(values, unit, tokens, within):
+        shares = [max(each, _ROUNDING_OF_FLOATS) for each in (within if isinstance(within, Sequence) else [within])]
+        shares *= len(values) // len(shares)
+        if self._is_no_formula(values) or self._is_in_another_unit(values, unit, tokens, max(shares)):
             return self
-        for place, (mine, needed) in enumerate(zip(self._numbers, values, strict=True), start=1):
-            if not math.isclose(mine, needed, rel_tol=within):
+        for place, (mine, needed, share) in enumerate(zip(self._numbers, values, shares, strict=True), start=1):
+            if not math.isclose(mine, needed, rel_tol=share):
                 off = f"too {'small' if needed > mine else 'large'}" if math.isfinite(mine) else "must be finite"
                 if max(values) <= 1 < mine < math.inf:
                     off = "must be a share from 0 to 1; if it is in per cent, divide by 100"
                 return self.goal(False, f"the formula gives {_number(mine)} {unit} for case {place}, {off}", hint)
         given = " and ".join(_number(mine) for mine in self._numbers)
-        return self.goal(True, f"{given} {unit}: right to within {within:.0%}")
+        exact = sum(share == _ROUNDING_OF_FLOATS for share in shares)
+        exactly = (
+            f"exactly for case{'s' * (exact > 1)} {listed([*map(str, range(1, exact + 1))])}, else " if exact else ""
+        )
+        return self.goal(True, f"{given} {unit}: right {exactly}to within {max(shares):.0%}")
 
     def _is_no_formula(self, needed: Sequence[float]) -> bool:
         """Whether the answer is the very list of the right numbers, or not one result per case; the line says so."""

@@ -18,7 +18,7 @@ class Goals:
     to_record = "give what lab.step(...) returned"
     """What to do where the exercise asks for a record."""
     to_anything = ""
-    """What to do whatever the exercise asks for; empty if that depends on it."""
+    """What to do where the exercise asks for numbers or for an audit; empty if that depends on which."""
 
     def __init__(self) -> None:
         self._all_reached = True
@@ -57,7 +57,7 @@ class Goals:
                 raise AttributeError(name)
             kind, hint = _ASKED_BY.get(name, ("the record of a step", self.to_record))
             what = f"the check got {self.subject}, must get {kind}"
-            action = hint if kind == _FUNCTION[0] else self.to_anything or hint
+            action = self.to_anything if self.to_anything and name in _ASKED_BY and kind != _FUNCTION[0] else hint
             return lambda *_, **__: self.goal(False, what, action)
 
 
@@ -70,7 +70,7 @@ class NoAnswer(Goals):
         Args:
             subject: What the check got instead.
             to_record: What to do where the exercise asks for a record.
-            to_anything: What to do whatever the exercise asks for; empty if that depends on it.
+            to_anything: What to do where it asks for numbers or for an audit; empty if that depends on which.
         """
         super().__init__()
         self.subject, self.to_record, self.to_anything = subject, to_record, to_anything

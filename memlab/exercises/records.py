@@ -90,6 +90,16 @@ class Check(Goals):
         outside = outside_torch_of(scenario).total_bytes
         return self.peak_below(parse_bytes(gpu_memory) - outside, hint)
 
+    def of_every_rank(self) -> Self:
+        """Requires a record of every kind of rank of the job, because the worst of them decides."""
+        record = self._record
+        ranks = {each.scenario.layout.rank for each in (record.ranks if isinstance(record, JobRecord) else (record,))}
+        missing = [str(rank) for rank in record.scenario.ranks_of_every_kind if rank not in ranks]
+        if not missing:
+            return self.goal(True, "there is a record of every kind of rank")
+        what = f"the record of rank {listed(missing)} is missing, must be there: a job fits if its worst rank fits"
+        return self.goal(False, what, "hand in the records of all ranks: change only the marked line")
+
     def runs_on(self, num_ranks: int) -> Self:
         """Requires a job of this many ranks, one per GPU."""
         world_size = self._record.scenario.layout.world_size
@@ -451,8 +461,8 @@ class Attempt:
     """
 
     def __init__(self) -> None:
-        self.record: StepRecord | ResidencyAudit | None = None
-        """The record or the audit to check; the block sets it."""
+        self.record: StepRecord | dict[str, StepRecord] | ResidencyAudit | None = None
+        """The record, the records of ranks or the audit to check; the block sets it."""
         self.refusal = ""
         """Why the answer was refused; empty if it was not."""
 
@@ -474,7 +484,7 @@ class Attempt:
                     near = [each for each in names if name[1] in each] or get_close_matches(name[1], names, n=1)
                     written = " or ".join(f"{each}=..." for each in near[:3])
                     # Only Python knows whether the near name is among the other arguments already.
-                    actions = [f"write {written}, or leave {name[1]} out" if near else otherwise]
+                    actions = actions or [f"write {written}, or leave {name[1]} out" if near else otherwise]
                 for each in names:
                     # An option by its name, else the first whose name has that word.
                     if option and (option[1] == each or (f"_{option[1]}_" in f"_{each}_" and not actions)):
@@ -520,6 +530,7 @@ _TO_PYTHON = {
     "Layout.__init__() got an unexpected keyword": _TO_LAYOUT,
     "Layout.__init__() takes 1 positional": _TO_LAYOUT,
     "must be Layout(...)": _TO_LAYOUT,
+    "'fine_grained_activation_offloading'": "leave it out: offload_modules alone switches activation offload on",
     **{
         f"Lab.step() got an unexpected keyword argument '{part}'": f"leave {part} out, or call lab.{setter}({part}=...)"
         for part, setter in _SETS_BACK.items()

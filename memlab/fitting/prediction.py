@@ -65,20 +65,47 @@ class Prediction:
             not_modelled: What the step's job does and memlab does not predict.
             communicated_bytes: What the rank sent in it, by kind of collective.
         """
-        peak_range = PeakRange.of(record, not_modelled)
+        return cls.judged(Seen.of(record, not_modelled, communicated_bytes=communicated_bytes), steps, limit_bytes)
+
+    @classmethod
+    def judged(cls, seen: Seen, steps: Steps, limit_bytes: int) -> Self:
+        """Judges a step by what was seen of it; for the arguments see `of`."""
+        record = seen.record
         return cls(
             rank=record.scenario.layout.rank,
             peak_allocated_bytes=record.peak_allocated_bytes,
-            peak_range=peak_range,
+            peak_range=seen.peak_range,
             peak_reserved_bytes=record.peak_reserved_bytes or record.peak_allocated_bytes,
             start_bytes=record.static_bytes - record.residual_bytes,
             transferred_bytes=transferred_bytes(record),
             host_bytes=record.host_bytes,
-            verdict=judge(record, steps, limit_bytes, peak_range),
+            verdict=judge(record, steps, limit_bytes, seen.peak_range),
             without_effect=frozenset(record.without_effect),
             peak_phase=record.peak_phase,
-            communicated_bytes=communicated_bytes,
+            communicated_bytes=seen.communicated_bytes,
+            requested_at_peak=seen.requested_at_peak,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """A step that was taken without a limit, and all that a prediction needs of its timeline."""
+
+    record: StepRecord
+    peak_range: PeakRange
+    requested_at_peak: Mapping[str, int]
+    communicated_bytes: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls, record: StepRecord, not_modelled: Sequence[NotModelled] = (), *, communicated_bytes: Mapping[str, int]
+    ) -> Self:
+        """Reads a record; for the arguments see `Prediction.of`."""
+        return cls(
+            record=record,
+            peak_range=PeakRange.of(record, not_modelled),
             requested_at_peak=bytes_at_peak(record),
+            communicated_bytes=communicated_bytes,
         )
 
 

@@ -80,6 +80,8 @@ class Entries:
     program: Entry | None = None
     """The Python program that a script's command starts, such as ``pretrain_gpt.py``; None where none is named.
     Of a command with overrides, the module that takes its own configuration."""
+    flags_of_program: frozenset[str] = frozenset()
+    """Names of the flags behind a program, without those of what launches it."""
     recipe: str = ""
     """Where the values of the recipe that a job names come from; empty where it names none that memlab can read."""
     started_in: Path | None = None

@@ -25,7 +25,7 @@ from memlab.jobs.frameworks.torchtitan import TORCHTITAN
 from memlab.jobs.hydra_defaults import SELF, Default, defaults_of, merge_over, package_in, placed
 from memlab.jobs.interpolation import resolve
 from memlab.jobs.model_args import file_of_a_launcher, is_started_by_a_launcher, model_args
-from memlab.jobs.recipe_command import read_recipe
+from memlab.jobs.recipe_command import read_recipe, take_recipe_of_file
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.skypilot import is_task, script_of
@@ -229,6 +229,8 @@ def _yaml_format(root: Node, path: Path, format_name: str | None, variables: dic
         _take_named_defaults(root, named, framework_named(found), entries)
     resolve(entries, variables)
     _collapse_targets(entries)
+    if found == "bridge":
+        take_recipe_of_file(path, entries)
     if found is None:
         if {"eval", "generation"} <= {key.partition(".")[0] for key in entries.by_key}:
             raise NoJobError(f"{path.name} evaluates a model by NeMo-RL, and trains none: {_ACTION} of a training")
@@ -366,23 +368,32 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     # Arguments may be missing because of what could not be followed, such as a sourced file.
     causes = [*script.causes, *([script.lacks_arguments] if script.lacks_arguments else []), *script.warnings]
     cause = f"{path.name}, {causes[0]}; " if causes else ""
+    by_file = _by_its_configuration(script, path) if found is None else None
+    found = found if by_file is None else by_file[0]
     if found is None:
         raise NoJobError(
             f"{cause}{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format"
         )
     entries = Entries(causes=list(script.causes), warnings=list(script.warnings))
-    command = _chosen(script, found, entries.warnings)
+    command = _chosen(script, found, entries.warnings) if by_file is None else by_file[1]
     if command is not None:
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
         if framework.style == "flags":
             read_flags(words, entries, framework.is_switch)
             programs = [Entry("", word.rpartition("/")[2], at) for word, at in command.words if word.endswith(".py")]
             entries.program = programs[-1] if programs else None
+            entries.flags_of_program = _flags_after_program(command)
             _take_files_of_flags(found, command, words, path, entries)
         else:
             entries.environment = dict(command.variables)
             entries.started_in = _folder_of_program(_program_of(words), script.folders, path)
             _take_overrides(words, path, framework, entries)
+        if by_file is not None:
+            started = [word for word, _ in command.words if word.endswith(".py")][-1]
+            entries.warnings.append(
+                f"line {command.line}: the script starts {shortened(started)} with a configuration of "
+                f"{framework.title}: memlab takes it for a training by {framework.title}'s own program"
+            )
         entries.environment = entries.environment | command.variables
         entries.not_exported = command.not_exported
         _take_environment_of_ray(command, path, entries)
@@ -391,6 +402,47 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     if not entries.by_key:
         raise ValueError(f"{cause}{path.name} has no arguments of {found}: {_ACTION}")
     return found, entries
+
+
+def _flags_after_program(command: Command) -> frozenset[str]:
+    """Returns the names of the flags behind a Python program, which are not those of what launches it."""
+    texts = [word for word, _ in command.words]
+    start = max((at for at, text in enumerate(texts) if text.endswith(".py")), default=len(texts))
+    own = Entries()
+    read_flags([one for one in command.words[start + 1 :] if not isinstance(one[0], OwnArguments)], own)
+    return frozenset(own.by_key)
+
+
+_TRAINS_NOT = re.compile(r"(?i)eval|convert|export|infer|generat|serv|test|data|plot")
+
+
+def _by_its_configuration(script: Script, path: Path) -> tuple[str, Command] | None:
+    """Returns the one command with a program of one's own and ``--config``, and the framework of that file's keys."""
+    found: dict[tuple[str, str], Command] = {}
+    for command in script.commands:
+        texts = [word for word, _ in command.words]
+        programs = [text for text in texts if text.endswith(".py")]
+        names = [
+            text.partition("=")[2] or after for text, after in pairwise([*texts, ""]) if re.match("--config(=|$)", text)
+        ]
+        if (
+            not programs
+            or not names
+            or UNKNOWN in names[0]
+            or any(_TRAINS_NOT.search(Path(one).name) for one in programs)
+        ):
+            continue
+        files = [folder / names[0] for folder in path.absolute().parents]
+        file = next((one for one in files if one.suffix in (".yaml", ".yml") and _is_file(one)), None)
+        framework = None if file is None else framework_of_keys(_keys_of(file))
+        if framework is not None and framework_named(framework).style == "overrides":
+            found[framework, names[0]] = command
+    return next(((name, command) for (name, _), command in found.items()), None) if len(found) == 1 else None
+
+
+def _keys_of(file: Path) -> list[str]:
+    root = read_yaml(_text(file)[0], file.name)
+    return [*_with_defaults(root, file, [file]).by_key, *root.value]
 
 
 def _take_files_of_flags(
@@ -512,6 +564,7 @@ def _take_configuration(
         others = [up / where for up in path.absolute().parents] if key == "config" or len(where.parts) > 1 else []
         if key == "config_name" and "config_path" not in flags.by_key:
             others += [named[0].parent / named[1] / base.name] if named is not None else []
+        others += _of_another_machine(folder, where, base, path)
         base = next((one for one in (base, *others) if _is_file(one)), base)
         if entry.is_unknown or not _is_file(base):
             entries.warnings.append(
@@ -520,6 +573,21 @@ def _take_configuration(
             )
             continue
         _take_configuration_file(base, framework, entries)
+
+
+def _of_another_machine(folder: str, where: Path, base: Path, path: Path) -> list[Path]:
+    """Returns where a configuration may lie whose folder is none of this machine: below one that holds the script."""
+    if _is_folder(base.parent) or not folder.startswith(("/", "<")):
+        return []
+    ends = [Path(*where.parts[start:]) for start in range(1, len(where.parts) - 1)]
+    return [up / end for end in ends for up in path.absolute().parents]
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
 
 
 def _take_configuration_file(base: Path, framework: Framework, entries: Entries) -> None:
@@ -587,7 +655,7 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
     folders = [source.parent / folder] if package is None else [up / package for up in path.absolute().parents]
     bases = [folder / f"{name}.yaml" for folder in folders]
     base = next((base for base in bases if _is_file(base)), bases[0])
-    if name in framework.configurations and not (_is_of(framework, entries.program) and _is_file(base)):
+    if name in framework.configurations and not _is_file(base):
         return
     if not _is_file(base):
         entries.warnings.append(

@@ -310,6 +310,11 @@ def _built(
                 f"memlab does not know what {reading.unread} sets, and with defaults in its place the framework "
                 f"refuses the job: give these values with --set ({error})"
             )
+        elif own := _flags_of_a_fork(framework, reading):
+            not_supported = (
+                f"{framework.title} refuses the job, and a fork or an earlier version of it, with flags of its own "
+                f"such as {own}, may not: {error}"
+            )
         elif reading.other_program:
             not_supported = f"{framework.title} refuses the job, and {reading.other_program} may not: {error}"
         else:
@@ -391,6 +396,16 @@ def _as_read(framework: Framework, reading: Reading) -> dict[str, Any]:
     if framework.engine == "fsdp2" and model is not None and not any(reading.blocked.values()):
         values = TrainingState().options() | values  # only the layout is refused, or the model's family
     return ({} if model is None else shown_fields(model)) | phases | dict(reading.values) | values
+
+
+def _flags_of_a_fork(framework: Framework, reading: Reading) -> str:
+    """Returns flags behind a program that the framework's own would refuse; nothing if there are none."""
+    others = sorted(
+        name
+        for name in reading.entries.flags_of_program
+        if name not in reading.known and not framework.knows(name) and name in reading.entries.by_key
+    )
+    return ", ".join(f"--{name.replace('_', '-')}" for name in others[:3])
 
 
 def _note_missing_sizes(reading: Reading, framework: Framework, scenario: Scenario) -> None:

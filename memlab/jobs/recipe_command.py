@@ -68,6 +68,18 @@ def read_recipe(words: list[tuple[str, int]], path: Path, entries: Entries) -> N
             entries.add(_OPTIONS[option], parse_scalar(value), line)
 
 
+def take_recipe_of_file(path: Path, entries: Entries) -> None:
+    """Takes the values of the recipe that a file names as ``recipe: {_target_: ...}``, below those of the file."""
+    target = entries.by_key.pop("recipe._target_", None)
+    if target is None or target.line is None:
+        return
+    own = Entries()
+    _take_recipe(str(target.value).rpartition(".")[2], target.line, path, own)
+    entries.by_key = own.by_key | entries.by_key
+    entries.recipe = own.recipe
+    entries.warnings += own.warnings
+
+
 def _take_recipe(name: str, line: int, path: Path, entries: Entries) -> None:
     """Adds the values of a recipe, from the package where there is one, else as memlab has them of one version."""
     package = package_around(path)

@@ -11,13 +11,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.fitting.does_it_fit import completes_in_any_case
 from memlab.fitting.interrupted import Interrupted
 from memlab.fitting.measured_margin import further_steps_of
-from memlab.fitting.prediction import Prediction
+from memlab.fitting.prediction import Prediction, Seen
 from memlab.jobs.frameworks.framework import NotModelled
+from memlab.lab.kept_predictions import KeptPredictions, NotedAnswers
 from memlab.lab.request import PassRequest
 from memlab.live_objects import count_objects
 from memlab.quiet_import import imported
@@ -105,16 +106,13 @@ class SimulatedSteps:
     def completes(self, record: StepRecord, limit_bytes: int) -> bool:
         """Implements `Steps.completes`: sends the requests of the step to an allocator with the limit.
 
-        The first predicted step of a lab that reserved no more has completed within the limit already, and is not taken
-        again.
+        A step of which that is known in any case is not taken again.
         """
-        further_steps = further_steps_of(record.scenario)
-        is_first = record.step_index == 1 and KINDS[record.backend].is_prediction and not further_steps
-        if is_first and record.peak_reserved_bytes is not None and record.peak_reserved_bytes <= limit_bytes:
+        if completes_in_any_case(record, limit_bytes):
             return True
         if record is not self._logged:
             self._take_again(record)
-        return self.requests is None or self.requests.completes_within(limit_bytes, further_steps)
+        return self.requests is None or self.requests.completes_within(limit_bytes, further_steps_of(record.scenario))
 
     def pass_after(self, record: StepRecord, scenario: Scenario) -> StepRecord:
         """Takes a forward-only pass, after one to warm up, on the model that has taken a step.
@@ -212,6 +210,7 @@ class Predictor:
         replay: bool = True,
         backend: str = "simulated",
         not_modelled: Sequence[NotModelled] = (),
+        kept: KeptPredictions | None = None,
     ) -> Prediction:
         """Takes one step, and a second one with the limit if only that shows whether the step fits.
 
@@ -222,10 +221,15 @@ class Predictor:
             replay: As for a `Lab`.
             backend: Name of the backend whose step is predicted: bytes on the ``cpu`` have no allocator's rounding.
             not_modelled: What the step's job does and memlab does not predict.
+            kept: Where the prediction is kept.
         """
         steps = self._steps_of(scenario, backend, replay=replay)
-        record = steps(settings)
-        return Prediction.of(record, steps, limit_bytes, not_modelled, communicated_bytes=steps.sent_bytes)
+        seen = Seen.of(steps(settings), not_modelled, communicated_bytes=steps.sent_bytes)
+        noted = NotedAnswers(steps)
+        prediction = Prediction.judged(seen, noted, limit_bytes)
+        if kept is not None:
+            kept.keep(seen, not_modelled, noted.answers)
+        return prediction
 
     def record(self, scenario: Scenario, settings: MemorySettings, backend: str) -> StepRecord:
         """Takes one step, and returns its record without the timeline."""

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -28,6 +27,8 @@ from memlab.fitting.pareto_front import Point, SearchResult
 from memlab.fitting.prediction import Prediction, PredictionLostError
 from memlab.fitting.search import Likely, search
 from memlab.jobs.frameworks.framework import NotModelled
+from memlab.lab.kept_predictions import BACKEND as KEPT_BACKEND
+from memlab.lab.kept_predictions import KeptPredictions
 from memlab.lab.search_steps import NO_GPU, Predictor
 from memlab.ranks.balanced import Balanced, CallLostError
 from memlab.ranks.local_processes import LocalProcesses
@@ -56,6 +57,7 @@ def open_workers(
     backend: str = "simulated",
     not_modelled: Sequence[NotModelled] = (),
     apart: bool = False,
+    kept: KeptPredictions | None = None,
     say: Callable[[str], object] = tell,
 ) -> Iterator[Workers]:
     """Opens processes that predict, for the block.
@@ -68,16 +70,20 @@ def open_workers(
         backend: Name of the backend whose steps are predicted.
         not_modelled: What the steps' job does and memlab does not predict.
         apart: Whether this process, which may have a live model, predicts nothing itself.
+        kept: What earlier searches have predicted; the engines of a cluster, which may have another version of
+            memlab, neither use it nor add to it.
         say: Called with a line if host memory is short.
     """
+    how: dict[str, Any] = {"replay": replay, "backend": backend, "not_modelled": not_modelled}
+    how["kept"] = kept if replay and backend == KEPT_BACKEND and not isinstance(engines, Ranks) else None
     number = _num_processes(at_most, say) if engines is None else engines
     if number in (0, 1) and not apart:
         with closing(_ThisProcess()) as alone:
-            yield Workers(alone, replay=replay, backend=backend, not_modelled=not_modelled)
+            yield Workers(alone, **how)
         return
     places = number if isinstance(number, Ranks) else LocalProcesses(number, IMPORTS)
     with Balanced(places, SERVED, NO_GPU) as balanced:
-        yield Workers(balanced, replay=replay, backend=backend, not_modelled=not_modelled)
+        yield Workers(balanced, **how)
 
 
 def _num_processes(at_most: int, say: Callable[[str], object]) -> int:
@@ -97,7 +103,7 @@ class _ThisProcess:
     """Predicts in this process, one step whenever it is waited for."""
 
     def __init__(self) -> None:
-        self._predictor = Predictor()
+        self._opened: Predictor | None = None
         self._waiting: list[tuple[Future[Any], object, Callable[[], Prediction]]] = []
         self._last: object = None
 
@@ -106,8 +112,15 @@ class _ThisProcess:
 
     def submit(self, method: str, *args: Any, after: object) -> Future[Any]:
         future: Future[Any] = Future()
-        self._waiting.append((future, after, partial(getattr(self._predictor, method), *args)))
+        self._waiting.append((future, after, lambda: getattr(self._predictor, method)(*args)))
         return future
+
+    @property
+    def _predictor(self) -> Predictor:
+        """Imports torch and Megatron, which a search does not need whose steps are all kept."""
+        if self._opened is None:
+            self._opened = Predictor()
+        return self._opened
 
     def wait(self) -> None:
         """Predicts the first step that was submitted, or rather the first one of the scenario whose lab is open."""
@@ -120,7 +133,8 @@ class _ThisProcess:
             future.set_exception(error)
 
     def close(self) -> None:
-        self._predictor.close()
+        if self._opened is not None:
+            self._opened.close()
 
 
 class Workers:
@@ -131,6 +145,7 @@ class Workers:
         replay: As for a `Lab`.
         backend: Name of the backend whose steps are predicted.
         not_modelled: What the steps' job does and memlab does not predict.
+        kept: What earlier searches have predicted. It is used, and added to.
     """
 
     def __init__(
@@ -140,11 +155,20 @@ class Workers:
         replay: bool = True,
         backend: str = "simulated",
         not_modelled: Sequence[NotModelled] = (),
+        kept: KeptPredictions | None = None,
     ) -> None:
-        self._processes = processes
-        self._how = replay, backend, tuple(not_modelled)
+        self._processes, self._kept = processes, kept
+        self._asked: set[Step] = set()
+        self._found: set[Step] = set()
+        """What earlier searches have kept, also of steps that this one only expected to ask for."""
+        self._how = replay, backend, tuple(not_modelled), kept
         self._predictions: dict[Step, Future[Prediction]] = {}
         self._stopped = Future[None]()
+
+    @property
+    def num_kept(self) -> int:
+        """Predictions that earlier searches have kept, and this one has used."""
+        return len(self._asked & self._found)
 
     def stop(self) -> None:
         """Ends the wait for a step, or the next one, with KeyboardInterrupt; for any thread."""
@@ -175,6 +199,7 @@ class Workers:
         """
         most = len(self._processes) * (1 if num_scenarios == 1 else _STEPS_TO_CHOOSE_FROM)
         processes = self._processes
+        self._asked.add(Step(scenario, settings, limit_bytes))
         try:
             if isinstance(processes, _ThisProcess):
                 begun = self._begun(scenario, settings, limit_bytes)
@@ -212,9 +237,17 @@ class Workers:
 
     def _begun(self, scenario: Scenario, settings: MemorySettings, limit_bytes: int) -> Future[Prediction]:
         key = Step(scenario, settings, limit_bytes)
-        if key not in self._predictions:
-            self._predictions[key] = self._processes.submit("predict", *key, *self._how, after=scenario)
-        return self._predictions[key]
+        if key in self._predictions:
+            return self._predictions[key]
+        kept = None if self._kept is None else self._kept.prediction(*key, self._how[2])
+        if kept is None:
+            begun = self._processes.submit("predict", *key, *self._how, after=scenario)
+        else:
+            begun = Future()
+            begun.set_result(kept)
+            self._found.add(key)
+        self._predictions[key] = begun
+        return begun
 
 
 @contextmanager

@@ -102,6 +102,18 @@ class Recording:
         pools = zip(of_rows, self.pool.tolist(), strict=True)
         self.last_pools = {role: pool for (owner, role, _), pool in pools if owner == OWN}
 
+    def spans_before(self, row: int) -> int:
+        """Returns how many spans have ended when an error at an allocation has left the pass, and its recompute.
+
+        Args:
+            row: Of the allocation.
+        """
+        own = self.role[: row + 1][self.owner[: row + 1] == OWN]
+        if not len(own):
+            return 0
+        latest = self.births[int(own.max())]
+        return latest.span + latest.recomputed
+
     def _operations(self) -> tuple[Operations, list[Role]]:
         owner, role, size = (column[self.on_device] for column in (self.owner, self.role, self.requested_bytes))
         is_own = owner == OWN

@@ -296,6 +296,7 @@ class Repeater:
         row = int(recording.on_device[len(done.num_bytes)])
         labels.phase, module = int(recording.phase[row]), int(recording.module[row])
         labels.module = int(done.modules[module]) if module >= 0 else -1 - module
+        labels.span += recording.spans_before(row)
         _, requested, stream = recording.operations.rows[len(done.num_bytes)]
         self.memory.refuse(requested, stream)
 

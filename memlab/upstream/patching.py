@@ -48,7 +48,8 @@ def swapped(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     finally:
         for one in reversed(own):
             _put_back(one)
-        _swapped[:] = [each for each in _swapped if not any(each is one for one in own)]
+        ended = {id(one) for one in own}
+        _swapped[:] = [each for each in _swapped if id(each) not in ended]
 
 
 @contextmanager

@@ -320,6 +320,10 @@ EXERCISES = {
             ),
             wrong=(
                 for_each("(2 * a + 4 * g) * d * t", HEADS),  # without the output
+                # Within 1 %, but cases 1 and 2 are exact: a norm's number per token, and other bytes per head.
+                for_each("((4 * a + 4 * g) * d + 4 * a + 4) * t", HEADS),
+                for_each("((4 * a + 4 * g) * d + 5 * a) * t", HEADS),
+                for_each("((4 * a + 4 * g) * d + 4 * a + 2 * g) * t", HEADS),
                 for_each("(4 * a + 2 * g) * d * t", HEADS),  # without the values
                 for_each("(2 * a + 2 * g) * d * t", HEADS),  # numbers, not bytes
                 for_each("8 * a * d * t", HEADS),  # as many key-value heads as query heads
@@ -378,6 +382,17 @@ EXERCISES = {
                 'lab.offload("gradients", "optimizer_state")',
                 'lab.offload(["gradients", "optimizer state"])',
                 "lab.offload()",
+                # Audits of another moment: the device holds everything.
+                OtherLine(
+                    "lab.load(*GROUPS)",
+                    "mine.record = lab.audit_residency()",
+                    by='mine.record = moments["weight sync since"]',
+                ),
+                OtherLine(
+                    "kept = lab.audit_residency(); lab.load(*GROUPS)",
+                    "mine.record = lab.audit_residency()",
+                    by="mine.record = kept",
+                ),
             ),
         ),
         Exercise(
@@ -566,6 +581,7 @@ EXERCISES = {
                 step("away.settings"),
                 step("MemorySettings(offload_gradients=True)"),
                 step("MemorySettings(offload_optimizer=True, offload_gradients=False)"),
+                not_steady(step("MemorySettings(offload_optimizer=True)")),
                 # The step itself does not leave only the weights on the device.
                 'mine = resident; lab.offload("gradients", "optimizer state")',
                 'mine = lab.step(MemorySettings()); lab.offload("gradients", "optimizer state")',
@@ -644,6 +660,12 @@ EXERCISES = {
                     f'{layout(tp=2, dp=4)}; job = job | {{"state": TrainingState(use_precision_aware_optimizer=True)}}'
                 ),
                 OtherLine(layout(tp=2, dp=4), "num_microbatches=4", "num_microbatches=1"),
+                # One rank that fits, of a layout whose other stage does not fit.
+                OtherLine(
+                    layout(tp=2, pp=2, dp=2, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=7),
+                    "**job)",
+                    '**job)["rank-0"]',
+                ),
                 OtherLine(layout(tp=2, dp=4), "dense_architecture, mine", '"phi-4-mini", mine'),
             ),
         ),
@@ -758,6 +780,7 @@ EXERCISES = {
                 f'{stages(2, 2)}; job = job | {{"seq_length": 64}}',
                 f'{stages(1, 1)}; job = job | {{"num_layers": 4}}',
                 OtherLine(stages(2, 2), "lab.step()", "lab.step(full_recompute)"),
+                OtherLine(stages(2, 2), "lab.step()", "lab.step().rank(1)"),
                 OtherLine(stages(2, 2), "lab.step()", "lab.step(MemorySettings(offload_optimizer_except_update=True))"),
                 "first_stage, last_stage = 1.0, 3.0",
             ),

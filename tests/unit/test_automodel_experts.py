@@ -74,12 +74,23 @@ def test_a_live_step_needs_what_is_predicted(classes: str) -> None:
     assert all(step.residual_bytes == 0 for steps in records.values() for step in steps)
 
 
+HYBRID_EP = FLEX | {"moe_flex_dispatcher_backend": "hybridep"}
+
+
 @pytest.mark.parametrize(
-    "state",
-    [{}, {"attn_implementation": "te"}, FLEX, FLEX | {"moe_flex_dispatcher_backend": "hybridep"}],
-    ids=["gathered", "te", "deepep", "hybridep"],
+    ("state", "experts"),
+    [
+        ({}, 4),
+        ({"attn_implementation": "te"}, 8),
+        (FLEX, 8),
+        (HYBRID_EP, 4),
+        # Each of them with the other number.
+        pytest.param({}, 8, marks=pytest.mark.slow),
+        pytest.param({"attn_implementation": "te"}, 4, marks=pytest.mark.slow),
+        pytest.param(FLEX, 4, marks=pytest.mark.slow),
+        pytest.param(HYBRID_EP, 8, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("experts", [4, 8])
 def test_ranks_that_share_experts_keep_their_own(state: dict[str, Any], experts: int) -> None:
     """Where all ranks share them, experts are whole on each, and else shards; both are an eighth of all."""
     scenario = of(experts=experts, **state)

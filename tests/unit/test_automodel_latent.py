@@ -85,14 +85,24 @@ def test_it_saves_as_much_as_the_class_itself_and_computes_what_transformers_doe
     assert all(one.grad is not None for one in module.parameters())
 
 
-@pytest.mark.parametrize("state", [{}, {"moe_token_dispatcher_type": "flex"}], ids=["gathered", "deepep"])
 @pytest.mark.parametrize(
-    ("model", "experts"),
-    [("deepseek-tiny", 4), ("deepseek-tiny", 8), ("gpt-oss-tiny", 4), ("glm-4.5-tiny", 8), ("glm-lite-tiny", 4)],
+    ("model", "experts", "dispatcher"),
+    [
+        ("deepseek-tiny", 4, "flex"),
+        ("deepseek-tiny", 8, "allgather"),
+        ("gpt-oss-tiny", 4, "allgather"),
+        ("glm-4.5-tiny", 8, "flex"),
+        ("glm-lite-tiny", 4, "flex"),
+        # Each of them with the other dispatcher.
+        pytest.param("deepseek-tiny", 4, "allgather", marks=pytest.mark.slow),
+        pytest.param("deepseek-tiny", 8, "flex", marks=pytest.mark.slow),
+        pytest.param("gpt-oss-tiny", 4, "flex", marks=pytest.mark.slow),
+        pytest.param("glm-4.5-tiny", 8, "allgather", marks=pytest.mark.slow),
+        pytest.param("glm-lite-tiny", 4, "allgather", marks=pytest.mark.slow),
+    ],
 )
-def test_ranks_share_experts_beside_dense_layers_and_with_biases(
-    state: dict[str, Any], model: str, experts: int
-) -> None:
+def test_ranks_share_experts_beside_dense_layers_and_with_biases(model: str, experts: int, dispatcher: str) -> None:
+    state = {"moe_token_dispatcher_type": dispatcher}
     scenario = of("automodel", experts=experts, model=model, **state)
     with Lab(scenario, backend="simulated") as lab:
         plain = [lab.step() for _ in range(2)][1]

@@ -559,9 +559,30 @@ def test_a_right_formula_in_another_unit_is_told_so(
 ) -> None:
     exactly = partial(FormulaCheck.is_exactly, num_bytes=[8, 24], tokens=[4, 8])
     about = partial(FormulaCheck.is_about, values=[8, 24], unit="bytes", hint="", tokens=[4, 8])
-    for goal in (exactly, about):
+    in_part = partial(about, within=(0, 0.01))
+    for goal in (exactly, about, in_part):
         assert not goal(check(answer))
         assert capsys.readouterr().out.startswith(f"not yet: the formula gives {line}")
+
+
+def test_an_answer_without_a_value_is_told_of_steps_only_where_a_step_is_asked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert not check(None).peak_below(1)
+    assert "lab.apply(...) gives None" in capsys.readouterr().out
+    assert not check(None).is_exactly(1)
+    line = capsys.readouterr().out
+    assert line.endswith("for example with 'mine =', and run its cell before the check.\n")
+
+
+def test_each_case_has_its_own_tolerance(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check([1000, 2001.0]).is_about([1000, 2000], "bytes", "count", within=(0, 0.01))
+    assert not check([1001, 2000]).is_about([1000, 2000], "bytes", "count", within=(0, 0.01))
+    assert not check([1000, 2100]).is_about([1000, 2000], "bytes", "count", within=(0, 0.01))
+    reached, first, second = capsys.readouterr().out.splitlines()
+    assert reached == "reached: 1,000 and 2,001 bytes: right exactly for case 1, else to within 1%"
+    assert first == "not yet: the formula gives 1,001 bytes for case 1, too large. Hint: count."
+    assert "for case 2, too large" in second
 
 
 def test_a_share_in_per_cent_is_told_so_and_only_zeros_are_right_in_every_unit(
@@ -618,6 +639,10 @@ GIVEN = {"manual_gc": True}
         ),
         (lambda: setattr(MemorySettings(), "offload_parameters", True), "write dataclasses.replace(settings, option="),
         (lambda: MemorySettings(granularity="full"), "write recompute_granularity=..."),  # type: ignore[call-arg]
+        (
+            lambda: MemorySettings(fine_grained_activation_offloading=True),  # type: ignore[call-arg]
+            "'fine_grained_activation_offloading': leave it out: offload_modules alone switches",
+        ),
         (lambda: MemorySettings("full"), "name its fields, such as"),  # type: ignore[call-arg]
         (lambda: TrainingState(**GIVEN, manual_gc=False), "give it once"),  # type: ignore[arg-type]
         (lambda: Layout(pp=4), "write Layout.from_text('TP2 DP4')"),  # type: ignore[call-arg]

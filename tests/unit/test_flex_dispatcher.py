@@ -57,8 +57,16 @@ def test_what_a_layer_keeps_with_each_library_by_hand() -> None:
     assert kept(DEEP_EP) - kept(HYBRID_EP) == by_deep_ep - by_hybrid_ep
 
 
-@pytest.mark.parametrize("state", [DEEP_EP, HYBRID_EP], ids=["deepep", "hybridep"])
-@pytest.mark.parametrize("settings", [MemorySettings(), FULL], ids=str)
+@pytest.mark.parametrize(
+    ("state", "settings"),
+    [
+        pytest.param(DEEP_EP, FULL, id="deepep, full"),
+        pytest.param(HYBRID_EP, MemorySettings(), id="hybridep"),
+        # Each library with the other settings.
+        pytest.param(DEEP_EP, MemorySettings(), id="deepep", marks=pytest.mark.slow),
+        pytest.param(HYBRID_EP, FULL, id="hybridep, full", marks=pytest.mark.slow),
+    ],
+)
 def test_a_replayed_layer_is_the_stepped_one(state: TrainingState, settings: MemorySettings) -> None:
     sizes: dict[str, Any] = {"num_layers": 6, "seq_length": TOKENS, "routing": "random:3"}
     records = []

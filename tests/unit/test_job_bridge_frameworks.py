@@ -168,7 +168,7 @@ def test_the_engine_spreads_experts_over_its_data_parallel_ranks(
     framework: str, keys: str, outside: int, experts: int, tmp_path: Path
 ) -> None:
     read = verl if framework == "verl" else skyrl
-    job = read(tmp_path, keys, "trainer.nnodes=1" if framework == "verl" else "", model="Qwen/Qwen3-235B-A22B")
+    job = read(tmp_path, keys, "trainer.nnodes=16" if framework == "verl" else "", model="Qwen/Qwen3-235B-A22B")
     assert job.rollout is not None and job.scenario is not None
     rest = job.scenario.architecture.num_parameters - EXPERTS
     assert job.rollout.num_weights_of_engine(job.scenario) == rest // outside + EXPERTS // experts
@@ -176,7 +176,8 @@ def test_the_engine_spreads_experts_over_its_data_parallel_ranks(
 
 def test_the_engine_of_a_large_job_of_verl_holds_7_5_gb_of_weights(tmp_path: Path) -> None:
     sizes = "tensor_model_parallel_size=4", "data_parallel_size=32", "expert_parallel_size=128"
-    job = verl(tmp_path, *(f"{ROLLOUT}.{size}" for size in sizes), model="Qwen/Qwen3-235B-A22B")
+    keys = [f"{ROLLOUT}.{size}" for size in sizes]
+    job = verl(tmp_path, *keys, "trainer.nnodes=16", model="Qwen/Qwen3-235B-A22B")
     assert job.rollout is not None and job.scenario is not None
     assert "in any case" in job.without_effect[f"{ROLLOUT}.expert_parallel_size"]  # a rule derives it from the others
     assert 2 * job.rollout.num_weights_of_engine(job.scenario) == pytest.approx(7.5e9, rel=0.02)

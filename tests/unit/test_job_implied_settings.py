@@ -786,6 +786,8 @@ _OFFLOAD = "--fine-grained-activation-offloading"
         ("ms-swift", "--tp_comm_overlap true", "--tensor_model_parallel_size 2 --sequence_parallel true"),
         ("ms-swift", "--mtp_shared_weights true", "--mtp_num_layers 1"),
         ("ms-swift", "--muon_lr 0.1", "--optimizer muon"),
+        ("ms-swift", "--recompute_method uniform", "--recompute_granularity full --recompute_num_layers 1"),
+        ("megatron-lm", "--overlap-moe-expert-parallel-comm", "--expert-model-parallel-size 2"),
     ],
 )
 def test_an_option_that_needs_another_one(tmp_path: Path, name: str, refused: str, accepted: str | None) -> None:
@@ -795,6 +797,33 @@ def test_an_option_that_needs_another_one(tmp_path: Path, name: str, refused: st
     assert f"the job has {option}" in str(read(tmp_path, refused, start).cannot_start)
     if accepted is not None:
         assert "the job has" not in str(read(tmp_path, f"{refused} {accepted}", start).cannot_start)
+
+
+@pytest.mark.parametrize(
+    ("model", "flag", "is_refused"),
+    [
+        ("Qwen/Qwen3-8B", "--apply_wd_to_qk_layernorm true", True),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "--apply_wd_to_qk_layernorm true", False),
+        ("Qwen/Qwen3-8B", "--apply_wd_to_qk_layernorm false", False),
+        ("Qwen/Qwen3-8B", "--tuner_type lora_llm", True),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", "--tuner_type lora_llm", False),
+    ],
+)
+def test_what_ms_swift_has_for_some_models_only(tmp_path: Path, model: str, flag: str, is_refused: bool) -> None:
+    start, _ = _NAMED["ms-swift"]
+    assert (read(tmp_path, f"--model {model} {flag}", start).cannot_start is not None) == is_refused
+
+
+def test_a_router_chooses_no_groups_of_which_only_the_number_is_given(tmp_path: Path) -> None:
+    """``TransformerConfig`` (0.16.1 and 0.19.2) looks at the number where ``moe_router_group_topk`` is given."""
+    start, _ = _NAMED["megatron-lm"]
+    experts = "--num-experts 8 --moe-router-topk 2 --moe-grouped-gemm"
+    one, both = (
+        read(tmp_path, f"{_POSITIONS} {experts} --moe-router-num-groups 3{more}", start)
+        for more in ("", " --moe-router-group-topk 2")
+    )
+    assert one.scenario is not None
+    assert "must divide the 8 experts" in str(both.not_supported)
 
 
 def test_ms_swift_sets_the_connections_that_megatron_fsdp_refuses(tmp_path: Path) -> None:

@@ -437,8 +437,8 @@ def test_rows_of_ms_swift_with_padding_need_their_mask_and_no_more(tmp_path: Pat
 def test_adapters_in_the_language_model_say_that_other_parts_are_trained_whole(tmp_path: Path) -> None:
     """``_prepare_full_vit`` in swift/megatron/utils/utils.py."""
     whole, of_llm = (
-        effects(script(tmp_path, f"{SWIFT.format(model='Qwen/Qwen3-8B')} --tuner_type {kind}"))
-        for kind in ("lora", "lora_llm")
+        effects(script(tmp_path, f"{SWIFT.format(model=model)} --tuner_type {kind}"))
+        for kind, model in (("lora", "Qwen/Qwen3-8B"), ("lora_llm", "Qwen/Qwen2.5-VL-7B-Instruct"))
     )
     assert "tuner_type" not in whole
     assert of_llm["tuner_type"].reason.endswith("are trained whole, and come on top")

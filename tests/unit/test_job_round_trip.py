@@ -169,6 +169,12 @@ def in_effect(scenario: Scenario) -> Scenario:
     return replace(scenario, layout=replace(layout, sequence_parallel=not layout.has_whole_sequences))
 
 
+def layout_said(name: str, layout: Layout) -> Layout:
+    """Returns a layout without chunks where the framework has none."""
+    has_chunks = "virtual_pipeline_model_parallel_size" not in FRAMEWORKS[name].cannot_write
+    return layout if has_chunks else replace(layout, virtual_pipeline_model_parallel_size=1)
+
+
 def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettings) -> tuple[Scenario, MemorySettings]:
     """Returns the job with the framework's own values where the framework can say nothing else."""
     state = saying(name, scenario.state.to_dict(), TrainingState())
@@ -187,7 +193,12 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
         kept |= {field: getattr(MemorySettings(), field) for field in ("min_offloaded_tensor_size", *NEWER_SETTINGS)}
     unsaid = FRAMEWORKS[name].cannot_write_of(scenario, settings)
     unsaid.pop("allocator", None)
-    own = {"overlap_param_gather": False, "grad_reduce_in_bf16": state["main_grads_dtype"] == "bf16"}
+    scenario = replace(scenario, layout=layout_said(name, scenario.layout))
+    own = {
+        "moe_token_dispatcher_type": "alltoall",
+        "overlap_param_gather": False,
+        "grad_reduce_in_bf16": state["main_grads_dtype"] == "bf16",
+    }
     state |= {field: value for field, value in own.items() if unsaid.pop(field, None)}
     for own in ("loss", "logprobs_chunk_size", "create_attention_mask"):
         unsaid.pop(own, None)
@@ -353,7 +364,8 @@ def other_spellings(name: str, lines: list[str]) -> list[str]:
     if name == "slime":
         text = text.replace("--colocate", "--offload-train") if "--colocate" in text else f"{text}\n{STAYS}"
     if name == "verl":
-        text = text.replace("optim.override_optimizer_config", "optim")
+        # verl's own keys of types take fp32 and bf16 only
+        text = re.sub(r"optim\.override_optimizer_config(?!\S*_dtype)", "optim", text)
         text = re.sub(r"megatron\.(param|optimizer)_offload=true", r"megatron.offload.\1.target=cpu", text)
     return text.split("\n")
 
@@ -462,7 +474,7 @@ def test_what_is_to_be_changed_makes_a_job_the_other_one(name: str, share: int, 
             (before, own), (after, settings) = random_job(dice), random_job(dice)
             if before.architecture.name not in ARCHITECTURES or after.architecture.name not in ARCHITECTURES:
                 continue
-            layout = dice.choice((before.layout, after.layout))
+            layout = layout_said(name, dice.choice((before.layout, after.layout)))
             after = replace(after, architecture=before.architecture, num_layers=before.num_layers, layout=layout)
             check_on_model(settings, after)
             before, own = without_what_is_unsaid(name, before, own)

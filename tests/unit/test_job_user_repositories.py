@@ -318,6 +318,30 @@ def test_a_policy_without_a_gpu_is_asked_for(tmp_path: Path) -> None:
     assert "--set cluster.num_nodes=2" in str(job.not_supported)
 
 
+@pytest.mark.parametrize(
+    ("nodes", "tensor", "gym", "ranks"),
+    [
+        (5, 4, "{should_use_nemo_gym: true, nemo_gym: {num_gpu_nodes: 1}}", 4),
+        (5, 2, "{should_use_nemo_gym: true, nemo_gym: {num_gpu_nodes: 1}}", 6),
+        (4, 4, "{should_use_nemo_gym: true, nemo_gym: {num_gpu_nodes: 0}}", 4),
+        (4, 4, "{should_use_nemo_gym: false, nemo_gym: {num_gpu_nodes: 1}}", 4),
+    ],
+)
+def test_nodes_of_nemo_gym_are_of_the_cluster_where_only_then_the_layout_fits(
+    nodes: int, tensor: int, gym: str, ranks: int, tmp_path: Path
+) -> None:
+    """super-v3 and ultra-v3 take them from ``cluster.num_nodes``, and main does not: which one is said."""
+    text = NEMO.format(f"megatron_cfg: {{enabled: true, tensor_model_parallel_size: {tensor}}}")
+    text = text.replace("num_nodes: 1", f"num_nodes: {nodes}") + f"\nenv: {gym}\n"
+    other = "{enabled: false, resources: {gpus_per_node: 2, num_nodes: 2}}"
+    job = _read(tmp_path / "grpo.yaml", text.replace("colocated: {enabled: true}", f"colocated: {other}"))
+    assert job.cannot_start is None
+    assert job.required()[0].layout.world_size == ranks
+    said = [one for one in job.warnings if "NeMo-Gym nodes beside cluster.num_nodes" in one]
+    assert bool(said) is (nodes == 5)
+    assert all(("takes them from it, as" in one) is (tensor == 4) for one in said)
+
+
 def test_rows_of_all_ranks_count_prompts_in_the_first_verl(tmp_path: Path) -> None:
     keys = "actor_rollout_ref.actor.ppo_micro_batch_size=16 actor_rollout_ref.rollout.n=2"
     job = _read(_checkout(tmp_path, "0.1") / "run.sh", VERL.format(keys))
@@ -509,3 +533,104 @@ def test_a_file_that_is_sourced_only_where_it_is_there_is_no_cause(start: str, t
     is_cause = start.startswith("source")
     assert any("secrets.env does not exist" in one for one in job.causes) is is_cause
     assert any("sources secrets.env where it is there" in one for one in job.warnings) is not is_cause
+
+
+@pytest.mark.parametrize(
+    ("test", "is_cause"),
+    [
+        ('[[ -n "${SECRETS:-}" && -f "$SECRETS" ]] || true', False),
+        ('[[ -z "${SECRETS:-}" || -f "$SECRETS" ]] || true', False),
+        ('[[ -z "${SECRETS:-}" && -f "$SECRETS" ]] || true', True),
+        ('[[ -f /etc/x && -f "$SECRETS" ]] || true', False),
+        ('[[ -f "$SECRETS" ]] || true', True),
+    ],
+)
+def test_after_set_u_a_script_stops_only_at_what_a_condition_expands(test: str, is_cause: bool, tmp_path: Path) -> None:
+    """Bash expands the right side of ``&&`` and ``||`` between ``[[ ]]`` only where the left one is not enough."""
+    text = f"set -u\n{test}\n" + VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B")
+    causes = _read(tmp_path / "run.sh", text).causes
+    assert any("unless SECRETS is set" in one for one in causes) is is_cause
+
+
+@pytest.mark.parametrize(
+    ("launcher", "flags", "is_definite"),
+    [
+        ("torchrun --nproc_per_node 2", "", True),
+        ("mpirun --display-allocation --npernode 2 python", "--tokenizer-type NullTokenizer", True),
+        ("mpirun -np 2 python", "--use-mpi", False),
+        ("torchrun --nproc_per_node 2", "--use-z-loss --wandb-name x", False),
+    ],
+)
+def test_a_rule_of_megatron_lm_is_no_definite_refusal_of_a_fork_with_flags_of_its_own(
+    launcher: str, flags: str, is_definite: bool, tmp_path: Path
+) -> None:
+    """``parse_args`` of Megatron-LM stops at a flag that it does not have, so such a job is not of it."""
+    text = (
+        f"export NVTE_FUSED_ATTN=0\n{launcher} pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 "
+        "--seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --vocab-size 512 --bf16 "
+        f"--tensor-model-parallel-size 1 {flags}\n"
+    )
+    job = _read(tmp_path / "run.sh", text)
+    assert (job.cannot_start is not None) is is_definite
+    assert is_definite or "flags of its own such as --use-" in str(job.not_supported)
+
+
+def test_a_file_s_recipe_of_megatron_bridge_is_below_its_values(tmp_path: Path) -> None:
+    """As NVIDIA's Nemotron names it (e27b3713): ``recipe: {_target_: a function}``, and the file overrides that."""
+    target = "megatron.bridge.recipes.qwen.qwen3_600m_sft_config"
+    text = f"recipe: {{_target_: {target}}}\nmodel: {{num_layers: 4}}\ntrain: {{micro_batch_size: 2}}\nddp: {{}}\n"
+    job = _read(tmp_path / "own.yaml", text)
+    values = {one.key: one.value for one in job.taken}
+    assert (values["model.num_layers"], values["train.micro_batch_size"]) == (4, 2)
+    assert values["recipe"] == "qwen3_600m_sft_config"
+    assert any("memlab has its values of Megatron-Bridge" in one for one in job.warnings)
+    other = _read(tmp_path / "other.yaml", text.replace("qwen3_600m_sft_config", "mine_config"))
+    assert any("memlab does not know the recipe" in one for one in other.warnings)
+
+
+@pytest.mark.parametrize("folder", ["/home/somebody/a/scripts/config", "<your_path>/scripts/config", "/scripts/config"])
+def test_a_configuration_of_another_machine_s_folder_is_found_by_its_end(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "scripts" / "config").mkdir(parents=True)
+    (tmp_path / "scripts" / "config" / "mine.yaml").write_text(
+        "data: {max_prompt_length: 100, max_response_length: 28}\n"
+    )
+    (tmp_path / "mine.yaml").write_text("data: {max_prompt_length: 7}\n")
+    start = f'--config-path="{folder}" --config-name=mine.yaml {ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B'
+    job = _read(tmp_path / "scripts" / "run.sh", VERL.format(start))
+    assert job.required()[0].seq_length == 256
+    assert not any("is not beside the script" in one for one in job.warnings)
+
+
+def test_the_configuration_beside_a_program_of_one_s_own_is_read_whatever_its_name(tmp_path: Path) -> None:
+    (tmp_path / "tool" / "trainer" / "config").mkdir(parents=True)
+    (tmp_path / "tool" / "trainer" / "main_ppo.py").write_text(DECORATOR)
+    (tmp_path / "tool" / "trainer" / "config" / "ppo_trainer.yaml").write_text(DEFAULTS)
+    job = _read(tmp_path / "run.sh", VERL.replace("verl.trainer", "tool.trainer").format(ROWS))
+    assert {one.key: one.value for one in job.taken}["trainer.n_gpus_per_node"] == 4
+
+
+@pytest.mark.parametrize(
+    ("program", "file", "is_read"),
+    [
+        ("boot.py ${ENTRY:-run_mine.py}", "exp/config.yaml", True),
+        ("mine.py", "exp/config.yaml", True),
+        ("eval_mine.py", "exp/config.yaml", False),
+        ("mine.py", "exp/other.yaml", False),
+        ("mine.py", "missing.yaml", False),
+    ],
+)
+def test_a_program_of_one_s_own_with_a_configuration_of_a_framework_is_its_job(
+    program: str, file: str, is_read: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "config.yaml").write_text(NEMO.format("megatron_cfg: {enabled: true}"))
+    (tmp_path / "exp" / "other.yaml").write_text("seed: 1\n")
+    (tmp_path / "run.sh").write_text(f"uv run python {program} --config {file} policy.train_micro_batch_size=4\n")
+    if not is_read:
+        with pytest.raises(ValueError, match="is of no format that memlab reads"):
+            Job.read(tmp_path / "run.sh")
+        return
+    job = Job.read(tmp_path / "run.sh")
+    assert job.framework.startswith("nemo-rl")
+    assert {one.key: one.value for one in job.taken}["policy.train_micro_batch_size"] == 4
+    assert any("takes it for a training by NeMo-RL's own program" in one for one in job.warnings)

@@ -173,8 +173,8 @@ JOBS: list[tuple[str, str, str, dict[str, Any]]] = [
         {"architecture": "phi-4", "tensor_model_parallel_size": 2, "data_parallel_size": 2, "seq_length": 1536, "num_microbatches": 2, "fp8_format": "hybrid", "fp8_recipe": "blockwise", "optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True, "loss": "logprobs", "fp32_output": True, "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "expandable_segments": True},
     ),
     (
-        "skyrl", "run.sh", SKYRL + f"trainer.placement.policy_num_gpus_per_node=4 {MEGATRON}.pipeline_model_parallel_size=4 {MEGATRON}.transformer_config_kwargs.virtual_pipeline_model_parallel_size=2 {MEGATRON}.transformer_config_kwargs.recompute_num_layers=2 trainer.policy_mini_batch_size=8 generator.n_samples_per_prompt=1",
-        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 2, "seq_length": 1536, "num_microbatches": 8, "loss": "logprobs", "fp32_output": True, "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "recompute_num_layers": 2, "expandable_segments": True},
+        "skyrl", "run.sh", SKYRL + f"trainer.placement.policy_num_gpus_per_node=4 {MEGATRON}.pipeline_model_parallel_size=4 {MEGATRON}.transformer_config_kwargs.recompute_num_layers=2 trainer.policy_mini_batch_size=8 generator.n_samples_per_prompt=1",
+        {"architecture": "qwen3-30b-a3b", "pipeline_model_parallel_size": 4, "seq_length": 1536, "num_microbatches": 8, "loss": "logprobs", "fp32_output": True, "logprobs_chunk_size": 1024, "attention_backend": "flash", **FULL, **MOVED, "recompute_num_layers": 2, "expandable_segments": True},
     ),
     (
         "slime", "run.sh", "PERF=(\n  --tensor-model-parallel-size 4\n  --sequence-parallel\n  --expert-model-parallel-size 8\n  --expert-tensor-parallel-size 1\n  --recompute-granularity full\n  --recompute-method uniform\n  --recompute-num-layers 1\n  # --micro-batch-size 1\n  --use-dynamic-batch-size\n  --max-tokens-per-gpu 20480\n)\nOPT=(--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-precision-aware-optimizer)\nray job submit -- " + SLIME + "--actor-num-nodes 1 --actor-num-gpus-per-node 8 --colocate ${PERF[@]} ${OPT[@]} --attention-backend flash --no-rope-fusion",
@@ -339,7 +339,7 @@ def test_what_is_not_modelled_has_its_sign_and_unknown_keys_are_named(tmp_path: 
     path = write(
         tmp_path,
         "run.sh",
-        f"torchrun --nproc-per-node 8 pretrain_gpt.py {QWEN} --seq-length 4096 --micro-batch-size 1 --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm --use-megatron-fsdp --frobnicate 3 --lr 1e-4 --tensor-model-parallel-size 2 --use-distributed-optimizer",
+        f"torchrun --nproc-per-node 8 pretrain_gpt.py {QWEN} --seq-length 4096 --micro-batch-size 1 --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm --use-megatron-fsdp --frobnicate 3 --lr 1e-4 --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --use-distributed-optimizer",
     )
     job = Job.read(path)
     effects = {one.key: one.effect for one in job.not_modelled}

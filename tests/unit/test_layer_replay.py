@@ -570,6 +570,19 @@ def test_what_is_allocated_when_memory_runs_out_includes_the_last_event_of_a_rep
     assert replayed.out_of_memory.alive_by_category == stepped.out_of_memory.alive_by_category
 
 
+def test_what_a_replayed_recompute_has_made_when_memory_runs_out_is_recomputed() -> None:
+    settings = MemorySettings(recompute_granularity="selective", recompute_modules=["mlp"])
+    records = []
+    for replay in (False, True):
+        with Lab("phi-4-tiny", num_layers=6, seq_length=64, backend="simulated", replay=replay) as lab:
+            lab.device_memory_bytes = lab.step(settings, warm_up=False).peak_allocated_bytes * 8 // 10
+            records.append(lab.step(settings, warm_up=False))
+    stepped, replayed = records
+    assert stepped.out_of_memory is not None and stepped.out_of_memory.failed_allocation.phase == "backward"
+    assert stepped.peak_by_category["recomputed"] > 0
+    require_identical(stepped, replayed)
+
+
 @pytest.mark.parametrize(
     "settings", [replace(_FULL, recompute_num_layers=9), rarely(replace(_BLOCK, recompute_num_layers=5))]
 )

@@ -102,6 +102,15 @@ def test_what_does_not_divide_is_refused_with_the_choices(sizes: dict[str, int],
         Scenario.of(architecture=QWEN, layout=Layout(**sizes))
 
 
+@pytest.mark.parametrize(("size", "seq_length"), [(5, 64), (4, 64), (3, 64), (2, 65)])
+def test_every_size_of_tensor_parallelism_that_a_refusal_names_is_allowed(size: int, seq_length: int) -> None:
+    """Its 10 key-value heads allow 5, and its vocabulary does not; its vocabulary allows 4, and its heads do not."""
+    with pytest.raises(ValueError, match=r"choose from 1") as refused:
+        Layout(tensor_model_parallel_size=size).check(PHI, 40, seq_length, 1)
+    for choice in str(refused.value).partition("choose from ")[2].split(", "):
+        Layout(tensor_model_parallel_size=int(choice)).check(PHI, 40, seq_length, 1)
+
+
 @pytest.mark.parametrize(
     ("heads", "groups", "channels"),
     [(32, 4, 128), (40, 10, 128), (24, 8, 128), (5, 5, 32), (4, 2, 32), (12, 1, 64), (48, 6, 80), (64, 4, 128)],

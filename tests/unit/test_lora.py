@@ -564,8 +564,16 @@ def test_before_the_first_gather_of_a_step_torch_may_keep_those_of_the_step_befo
 
 
 @pytest.mark.skipif(MINOR >= 17, reason="memlab has no newer gated delta net and layers of Mamba")
-@pytest.mark.parametrize("model", ["nemotron-3-tiny", "qwen3-next-tiny"])
-@pytest.mark.parametrize("targets", [(*LINEARS, "in_proj", "out_proj"), ()], ids=["named", "all"])
+@pytest.mark.parametrize(
+    ("model", "targets"),
+    [
+        ("nemotron-3-tiny", (*LINEARS, "in_proj", "out_proj")),
+        ("qwen3-next-tiny", ()),
+        # Each model and each list again, with the other one.
+        pytest.param("nemotron-3-tiny", (), marks=pytest.mark.slow),
+        pytest.param("qwen3-next-tiny", (*LINEARS, "in_proj", "out_proj"), marks=pytest.mark.slow),
+    ],
+)
 def test_adapters_of_mamba_and_gated_delta_net_take_what_the_cpu_meters(model: str, targets: tuple[str, ...]) -> None:
     state = TrainingState(lora=LoRA(rank=8, target_modules=targets))
     of_backends = []

@@ -218,8 +218,15 @@ def test_what_cannot_be_audited_is_refused(open_lab: Callable[..., Lab]) -> None
     assert lab.records == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize(("chunks", "num_microbatches"), [(1, 1), (1, 3), (2, 4)])
+@pytest.mark.parametrize(
+    ("rank", "chunks", "num_microbatches"),
+    [
+        (0, 1, 3),
+        (1, 2, 4),
+        # Each value again, beside others.
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 1, 1), (1, 1, 1), (1, 1, 3), (0, 2, 4))),
+    ],
+)
 def test_on_a_pipeline_stage_what_is_expected_moves_to_the_byte(rank: int, chunks: int, num_microbatches: int) -> None:
     layout = Layout(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=chunks, rank=rank)
     num_layers = 4 * chunks  # two in each chunk: the last group of a chunk stays, and the one before it leaves

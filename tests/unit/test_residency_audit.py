@@ -323,6 +323,10 @@ def test_the_checks_of_an_audit_pass_and_help(capsys: pytest.CaptureFixture[str]
     wrong_group, wrong_size, other_complaint = capsys.readouterr().out.splitlines()
     assert wrong_group.startswith("not yet: the device holds parameters, must hold only gradients. Hint: offload")
     assert "the right groups, but the audit finds: parameters: 2 B on the device where 1 B should be" in wrong_size
+    gone = audit_of(Holding(group="parameters", holder="here", expected_bytes=0, device_bytes=0))
+    assert check(fine).only_on_device("parameters", now=lambda: replace(fine))
+    assert not check(fine).only_on_device("parameters", now=lambda: gone)
+    assert "of another moment: now the device holds none of the groups. Hint: change only" in capsys.readouterr().out
     assert "says 'every byte is where it should be', which is not what" in other_complaint
     assert other_complaint.endswith("Hint: nothing is wrong after the same calls: choose an error that shows in them.")
     assert "2 B" not in other_complaint, "it does not tell the answer"

@@ -385,7 +385,8 @@ def test_the_room_parts_what_fits_from_what_does_not() -> None:
 def test_the_verdict_comes_first_and_says_by_how_much_and_on_what_basis() -> None:
     may_fit = replace(point(99, 0, 1), verdict="may fit")
     assert search_of(may_fit).verdict == (
-        "'full block 1' may fit 100.00 MiB, with 1.00 MiB to spare, not enough for \"fits\"; based on a predicted "
+        "'full block 1' may fit 100.00 MiB, with 1.00 MiB to spare, not enough for \"fits\": the step may need more "
+        "than predicted, and not every free byte can be used; based on a predicted "
         "step with balanced routing; on H200s, steps of models with experts needed up to 0.3% more than predicted "
         "(rounded up)"
     )

@@ -68,12 +68,17 @@ def both(request: pytest.FixtureRequest) -> list[tuple[StepRecord, StepRecord, i
     with Lab(request.param, backend="cpu", **SMALL) as lab:
         if request.param in (QWEN, PHI):
             drawn += [recompute("layernorm", "core_attn"), random_settings(lab, random.Random(3))]
-        real = [lab.step(each) for each in drawn]
+        real = _steps(lab, drawn)
         num_weights = sum(1 for _ in inside(lab).model.engine.live.chunk.parameters())
     with Lab(request.param, backend=of_the_cpu_backend(), **SMALL) as lab:
-        fake = [lab.step(each) for each in drawn]
+        fake = _steps(lab, drawn)
     # torch's AdamW counts its steps in a tensor of 4 bytes a weight, Transformer Engine's in a number.
     return list(zip(real, fake, [4 * num_weights] * len(drawn), strict=True))
+
+
+def _steps(lab: Lab, drawn: list[MemorySettings]) -> list[StepRecord]:
+    """Takes steps: what is recomputed is recomputed from the first step on; what is offloaded moves in the second."""
+    return [lab.step(each, warm_up=each != FULL) for each in drawn]
 
 
 def test_a_step_is_the_cpu_s_to_the_byte(both: list[tuple[StepRecord, StepRecord, int]]) -> None:

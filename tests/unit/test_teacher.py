@@ -273,8 +273,17 @@ def test_a_teacher_in_fp8_keeps_a_byte_of_each_weight_of_its_matrices() -> None:
     assert of_both - of_one == pytest.approx(matrices, abs=3 * 2**19)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("state", [KL, GKD, TrainingState(reference_model="copy")], ids=["kl", "gkd", "dpo"])
+@pytest.mark.parametrize(
+    ("state", "stage"),
+    [
+        (KL, 1),
+        (GKD, 1),
+        (TrainingState(reference_model="copy"), 0),
+        # The other stages: they compute no loss, or DPO's, whose reference takes its passes as on the first one.
+        *(pytest.param(state, 0, marks=pytest.mark.slow) for state in (KL, GKD)),
+        pytest.param(TrainingState(reference_model="copy"), 1, marks=pytest.mark.slow),
+    ],
+)
 def test_a_stage_of_two_models_is_replayed_as_it_is_stepped(state: TrainingState, stage: int) -> None:
     layout = Layout(pipeline_model_parallel_size=2, rank=stage)
     options: dict[str, Any] = {"num_layers": 4, "seq_length": 64, "num_microbatches": 6, "layout": layout}

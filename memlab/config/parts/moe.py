@@ -151,12 +151,12 @@ class Experts(FeedForward):
 
     def _broken_rules_of_groups(self) -> Iterator[str]:
         groups, of_groups = self.moe_router_num_groups, self.moe_router_group_topk
-        if groups is None and of_groups is None:
-            return
+        if of_groups is None and (groups is None or is_whole_number(groups, at_least=1)):
+            return  # Megatron's router reads the number of groups only where it chooses some of them
         if not (is_whole_number(groups, at_least=1) and is_whole_number(of_groups, at_least=1)):
             yield (
                 f"moe_router_num_groups is {shortened(groups)} and moe_router_group_topk {shortened(of_groups)}, must "
-                "be whole numbers of at least 1, or both left out: correct them"
+                "be whole numbers of at least 1, or left out, the latter alone or both: correct them"
             )
         elif self.num_moe_experts % (groups or 1):
             yield (

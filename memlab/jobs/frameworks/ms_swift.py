@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from memlab.config.architectures import Architecture, find_architecture
+from memlab.config.architectures import Architecture, find_architecture, published_architecture
+from memlab.config.families import FAMILIES
 from memlab.config.from_json import parse_json
 from memlab.config.lora import JOINING, LINEARS, OF_LATENT_ATTENTION, OF_LINEAR_ATTENTION, LoRA
 from memlab.config.pipeline_layout import layers_of_pipeline_chunks
@@ -308,6 +309,8 @@ def _check(reading: Reading) -> None:
 def _complete_model(reading: Reading, architecture: Architecture) -> None:
     """Drops frozen parts that the model does not have, and takes those of this model for all linears."""
     drop_frozen_parts(reading, architecture)
+    if published_architecture(str(reading.values.get("architecture"))) == architecture:
+        _check_published(reading, architecture)
     if reading.get("rlhf_type") == "gkd":
         _take_teacher(reading, architecture)
     named, values = WORDS.read(reading.get("target_modules")), reading.values
@@ -318,6 +321,25 @@ def _complete_model(reading: Reading, architecture: Architecture) -> None:
         names += (JOINING,) if values.get("mtp_num_layers") else ()
         values["lora_target_modules"] = tuple(dict.fromkeys(names))
         complete_adapters(reading, "tuner_type")
+
+
+def _check_published(reading: Reading, architecture: Architecture) -> None:
+    """Checks what ``MegatronArguments.__post_init__`` has for some models only (4.6.0), of a model of text.
+
+    Raises:
+        CannotStartError: If it refuses the job.
+    """
+    if _tuner(reading) == "lora_llm":
+        raise CannotStartError(
+            f"tuner_type is lora_llm with {architecture.name}, which ms-swift takes for multimodal models only: give "
+            "lora",
+            "lora_rank",
+        )
+    if reading.get("apply_wd_to_qk_layernorm") and not FAMILIES[architecture.family].has_delta_net:
+        raise CannotStartError(
+            f"apply_wd_to_qk_layernorm is true with {architecture.name}, which ms-swift takes for models with linear "
+            "attention only: leave it out"
+        )
 
 
 def _take_teacher(reading: Reading, student: Architecture) -> None:

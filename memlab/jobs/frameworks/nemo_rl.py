@@ -579,6 +579,8 @@ def complete_ranks(reading: Reading) -> int:
         nodes -= other_nodes
     elif not values["is_colocated"]:
         of_node -= other_ranks or 0
+    if of_node == per_node:
+        nodes -= _nodes_of_gym(reading, nodes, per_node)
     if nodes * of_node < 1:
         reading.questions.append(
             "the inference engine has all of cluster.num_nodes x cluster.gpus_per_node GPUs, and the policy none: give "
@@ -587,6 +589,35 @@ def complete_ranks(reading: Reading) -> int:
         nodes, of_node = 1, per_node
     values.setdefault("world_size", nodes * of_node)
     return int(per_node)
+
+
+def _nodes_of_gym(reading: Reading, nodes: int, per_node: int) -> int:
+    """Returns how many of the nodes that are left NeMo-Gym has for its own models.
+
+    Main (7ea279ab) and 0.7.0 give Gym nodes beside those of the cluster; the branches ``super-v3`` and ``ultra-v3``,
+    of which the containers of Nemotron 3 are, take them away (``setup`` in nemo_rl/algorithms/grpo.py).
+    """
+    key = "env.nemo_gym.num_gpu_nodes"
+    of_gym = reading.get(key) if reading.get("env.should_use_nemo_gym") is True else 0
+    if not isinstance(of_gym, int) or not 0 < of_gym < nodes:
+        return 0
+    names = ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
+    tensor, context, stages = (reading.values.get(name) or 1 for name in names)
+    experts, of_expert = (
+        reading.values.get(name) or 1 for name in ("expert_model_parallel_size", "expert_tensor_parallel_size")
+    )
+    fits, fits_without = (
+        not number * per_node % (tensor * context * stages) and not number * per_node % (experts * of_expert * stages)
+        for number in (nodes, nodes - of_gym)
+    )
+    is_within = fits_without and not fits
+    reading.warnings.append(
+        f"{key} {of_gym}: NeMo-RL's main and 0.7.0 give NeMo-Gym nodes beside cluster.num_nodes, and the branches of "
+        f"Nemotron 3 (super-v3, ultra-v3) take them from it; memlab "
+        + ("takes them from it, as the layout fits the other nodes only" if is_within else "counts them beside it")
+        + f": give --set {key}=0, with another cluster.num_nodes, for the other"
+    )
+    return of_gym if is_within else 0
 
 
 _ENVIRONMENT = re.compile(r"data\.(?:\w+\.)?env_name")

@@ -102,6 +102,23 @@ _OF_CORE: tuple[_Rule, ...] = (
         "overlap_moe_expert_parallel_comm",
     ),
     (
+        lambda job: (
+            _has(job, "overlap_moe_expert_parallel_comm")
+            and _ranks(job, "expert_model") == 1
+            and not _sets_overlaps(job)
+        ),
+        "overlap_moe_expert_parallel_comm without expert parallel ranks",
+        *("leave overlap_moe_expert_parallel_comm out", "expert_model_parallel_size"),
+    ),
+    (
+        lambda job: (
+            _has(job, "overlap_moe_expert_parallel_comm")
+            and job.values.get("recompute_granularity") == "full"
+            and not _sets_overlaps(job)
+        ),
+        *("overlap_moe_expert_parallel_comm with full recompute", _ONE_OF_TWO, "recompute_granularity"),
+    ),
+    (
         lambda job: _has(job, "fine_grained_activation_offloading") and _offloads_layers(job),
         *("fine_grained_activation_offloading with cpu_offloading", _ONE_OF_TWO, "fine_grained_activation_offloading"),
     ),
@@ -354,6 +371,14 @@ _OF_SWIFT: tuple[_Rule, ...] = (
         *("choose alltoall, since mcore-bridge always has such sequences", "moe_token_dispatcher_type"),
     ),
     _needs("mtp_shared_weights", "mtp_num_layers"),
+    (
+        lambda job: (
+            job.entries.get("recompute_method") is not None
+            and job.entries.get("recompute_granularity", "selective") == "selective"
+        ),
+        "recompute_method with selective recompute, which is ms-swift's default",
+        *("leave it out, or choose full recompute", "recompute_granularity"),
+    ),
     *(
         (
             lambda job, name=name: job.entries.get(name) is not None and not _is_on(job, "optimizer"),

@@ -227,6 +227,19 @@ def composed(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     )
 
 
+def of_any_length(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns a job's values with a dispatcher that takes sequences of variable length; `names_dispatcher` says so."""
+    is_other = values.get("moe_token_dispatcher_type") == "allgather"
+    return values | ({"moe_token_dispatcher_type": "alltoall"} if is_other else {})
+
+
+def names_dispatcher(scenario: Scenario, title: str) -> dict[str, str]:
+    """Names the dispatcher that takes no sequences of variable length, which Megatron-Core refuses."""
+    if scenario.state.moe_token_dispatcher_type != "allgather":
+        return {}
+    return {"moe_token_dispatcher_type": f"{title}'s sequences have any length, with which Megatron refuses allgather"}
+
+
 def note_other_reference(reading: Reading, pairs: dict[str, tuple[str, str, Any, Any]]) -> None:
     """Names what a reference model has otherwise than the policy, whose model and ranks memlab predicts its pass with.
 

@@ -19,10 +19,12 @@ from memlab.jobs.frameworks.reinforcement import (
     check_batches,
     composed,
     is_packed,
+    names_dispatcher,
     note_other_section,
     note_padded_rows,
     note_replaced_values,
     note_segments,
+    of_any_length,
     refuse_program,
     take_rollout,
     take_rows,
@@ -42,6 +44,7 @@ from memlab.jobs.frameworks.skyrl_megatron import (
     padding_in_fp8,
     padding_missing,
 )
+from memlab.jobs.frameworks.skyrl_rules import check_megatron, check_model, check_rules
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "trainer.policy.megatron_config"
@@ -176,9 +179,21 @@ def check(reading: Reading) -> None:
     Raises:
         CannotStartError: If a step's sequences of a copy of the model are no multiple of a micro-batch, or by turns.
     """
+    check_rules(reading)
     check_turns(reading)
     keys = {"trainer.policy_mini_batch_size": 256, "generator.n_samples_per_prompt": 5}
     check_batches(reading, keys, ("trainer.micro_train_batch_size_per_gpu", 1), "SkyRL")
+
+
+def _check_all(reading: Reading) -> None:
+    """Checks the rules of both engines, and those of Megatron's.
+
+    Raises:
+        CannotStartError: If SkyRL or Megatron refuses the job.
+    """
+    check(reading)
+    check_megatron(reading)
+    check_model(reading, _MEGATRON)
 
 
 def longest_row(reading: Reading) -> int:
@@ -323,7 +338,7 @@ def engine_of(reading: Reading) -> tuple[str, str]:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     tokens = scenario.seq_length // scenario.layout.context_parallel_size
-    return composed(scenario, settings) | {
+    return of_any_length(composed(scenario, settings)) | {
         "strategy": "megatron",
         "is_flash": scenario.state.attention_backend != "fused",
         "is_checkpointing": settings.recompute_granularity is not None,
@@ -334,9 +349,9 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     }
 
 
-def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
-    """Names what SkyRL cannot express of these settings."""
-    reasons = {}
+def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
+    """Names what SkyRL cannot express of a job."""
+    reasons = names_dispatcher(scenario, "SkyRL")
     if settings.offload_gradients != settings.offload_parameters:
         reasons["offload_gradients"] = "SkyRL offloads gradients where it offloads parameters"
     if settings.offload_optimizer != settings.offload_parameters:
@@ -355,7 +370,7 @@ SKYRL = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("skyrl") | megatron_without_effect(_MEGATRON),
     complete=complete,
-    check=check,
+    check=_check_all,
     complete_of_model=complete_provider,
     compose=compose,
     fixed=FIXED,

@@ -57,7 +57,7 @@ def megatron_keys(prefix: str) -> tuple[Key, ...]:
         *under(prefix, EXTRA),
         *under(
             transformer,
-            (CHUNKS, *LAYERS, *TRANSFORMER),
+            (*LAYERS, *TRANSFORMER),
             recompute_granularity="full",
             recompute_method="uniform",
             recompute_num_layers=1,
@@ -116,6 +116,7 @@ def megatron_without_effect(prefix: str) -> frozenset[str]:
         | model_without_effect(transformer)
         | keys_without_effect("bridge_provider", transformer)
         | keys_without_effect("megatron_core_optimizer", f"{prefix}.optimizer_config_kwargs")
+        | {f"{transformer}.{CHUNKS.name}"}
     )
 
 
@@ -158,6 +159,7 @@ CANNOT_WRITE = (
         "offload_optimizer_except_update": "SkyRL loads the optimizer state before the step",
         "use_distributed_optimizer": "SkyRL always uses the distributed optimizer",
         "manual_gc": "SkyRL has no such key",
+        CHUNKS.field: "SkyRL does not tell Megatron's schedule of chunks",
         "ddp_bucket_size": "SkyRL has no such key",
         "reuse_grad_buf_for_mxfp8_param_ag": "SkyRL has no such key",
         "loss": "SkyRL computes the loss logprobs",

@@ -17,8 +17,10 @@ from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     is_packed,
+    names_dispatcher,
     note_padded_rows,
     note_segments,
+    of_any_length,
     only_segments,
     take_rows,
     take_sequences,
@@ -36,6 +38,7 @@ from memlab.jobs.frameworks.skyrl_megatron import (
     padding_in_fp8,
     padding_missing,
 )
+from memlab.jobs.frameworks.skyrl_rules import check_model
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "megatron_config"
@@ -102,7 +105,7 @@ def complete(reading: Reading) -> None:
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     is_row = is_packed(scenario)
-    return composed(scenario, settings) | {
+    return of_any_length(composed(scenario, settings)) | {
         "strategy": "megatron",
         "tokens": scenario.seq_length if is_row else None,
         "micro_batch_size": 2 if is_row else scenario.micro_batch_size,
@@ -111,7 +114,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 def cannot_write(scenario: Scenario, _: MemorySettings) -> dict[str, str]:
     """Names what SkyRL's SFT trainer cannot express of this job."""
-    reasons = only_segments(scenario, "SkyRL's SFT trainer")
+    reasons = only_segments(scenario, "SkyRL's SFT trainer") | names_dispatcher(scenario, "SkyRL")
     tokens = scenario.seq_length // scenario.layout.context_parallel_size
     if scenario.state.logprobs_chunk_size != (_CHUNK if tokens > _CHUNK else None):
         reasons["logprobs_chunk_size"] = f"SkyRL's SFT trainer takes {_CHUNK} tokens, or all of a shorter row"
@@ -134,6 +137,7 @@ SKYRL_SFT = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("skyrl_sft") | megatron_without_effect(_MEGATRON),
     complete=complete,
+    check=lambda reading: check_model(reading, _MEGATRON),
     complete_of_model=complete_provider,
     compose=compose,
     fixed=FIXED,

@@ -36,6 +36,7 @@ from memlab.jobs.frameworks.reinforcement import (
     note_other_section,
     note_padded_rows,
     note_segments,
+    of_any_length,
     only_segments,
     refuse_program,
     sglang_arguments,
@@ -63,6 +64,7 @@ from memlab.jobs.frameworks.verl_engine import (
     engine_without_effect,
     padding_in_fp8,
 )
+from memlab.jobs.frameworks.verl_rules import check_megatron, check_micro_batches, check_rollout, check_step
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -165,6 +167,7 @@ _ROWS_OF_ALL_RANKS = (
     ("actor_rollout_ref.ref.log_prob_micro_batch_size", "reference_rows"),
 )
 """Deprecated keys of sequences of all ranks, each with the field of those of a rank."""
+_OF_CRITIC = "critic.ppo_micro_batch_size"
 _PROGRAMS_OF_TRAINER = (
     "main_ppo", "main_ppo_sync", "main_ppo_v0", "main_eval", "main_generation", "main_generation_server",
     "sft_trainer", "sft_trainer_ray", "fsdp_sft_trainer",
@@ -359,7 +362,10 @@ def complete(reading: Reading) -> None:
         take_rows_of_budget(reading, tokens, longest, sequences)
         return
     if values.get("micro_batch_size") is None:
-        reading.warnings.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1")
+        reading.warnings.append(
+            f"{_ACTOR}.ppo_micro_batch_size_per_gpu is not in the file, so memlab takes 1; verl refuses a job without "
+            "it"
+        )
     key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu" if removes_padding else None
     take_sequences(reading, longest, sequences, packed_by=key)
 
@@ -445,39 +451,19 @@ def check_policy_loss(reading: Reading) -> None:
 
 
 def check(reading: Reading) -> None:
-    """Checks rules of ``RolloutConfig`` in verl/workers/config/rollout.py, and of ``engine_workers.py`` (0.9.1).
+    """Checks verl's rules.
 
     Raises:
         CannotStartError: If it refuses the job, or the first backward fails (`_check_entropy`).
     """
+    check_rollout(reading, has_one_engine=True)
+    check_megatron(reading, *_PREFIXES[:2])
     _check_entropy(reading)
     check_policy_loss(reading)
-    check_sequences(reading)
-    key, own = f"{_ROLLOUT}.log_prob_use_dynamic_bsz", f"{_ACTOR}.use_dynamic_bsz"
-    is_dynamic = reading.get(own) or False
-    of_passes = reading.get(key, is_dynamic) or False
-    if reading.version != BEFORE and of_passes != is_dynamic:
-        raise CannotStartError(
-            f"{key} is {of_passes} with {own} {is_dynamic}, which verl refuses: set both to the same"
-        )
-    key = f"{_ROLLOUT}.expert_parallel_size"
-    experts, name = reading.get(key), reading.get(f"{_ROLLOUT}.name")
-    sizes = [
-        reading.get(f"{_ROLLOUT}.{size}", default)
-        for size, default in (("tensor_model_parallel_size", 2), ("data_parallel_size", 1))
-    ]
-    if name == "trtllm" or not all(isinstance(size, int) for size in (experts, *sizes)):
-        return
-    if experts > 1 and experts != math.prod(sizes):
-        raise CannotStartError(
-            f"{key} is {experts}, must be tensor_model_parallel_size x data_parallel_size ({sizes[0]} x {sizes[1]}), "
-            "by a rule of verl: change one of them"
-        )
-    if key in reading.entries.by_key:
-        reading.without_effect[key] = "the engine spreads experts over its tensor and data parallel ranks in any case"
+    check_sequences(reading, has_megatron=True)
 
 
-def check_sequences(reading: Reading) -> None:
+def check_sequences(reading: Reading, *, has_megatron: bool = False) -> None:
     """Checks ``prepare_micro_batches`` in verl/workers/engine/utils.py (0.9.1 and 1dda039b).
 
     Raises:
@@ -485,6 +471,12 @@ def check_sequences(reading: Reading) -> None:
             a mini-batch has more prompts than a step.
     """
     if not reading.get(f"{_ACTOR}.use_dynamic_bsz"):
+        own = f"{_ACTOR}.ppo_micro_batch_size_per_gpu" if has_megatron else None
+        check_step(reading, ("data.train_batch_size", f"{_ROLLOUT}.n"), own)
+        of_passes = [f"{_ROLLOUT}.log_prob_micro_batch_size", "actor_rollout_ref.ref.log_prob_micro_batch_size"]
+        passes = of_passes if compares(reading) else of_passes[:1]
+        of_critic = [] if reading.get("critic.use_dynamic_bsz") or not has_critic(reading)[1] else [_OF_CRITIC]
+        check_micro_batches(reading, [f"{_ACTOR}.ppo_micro_batch_size", *passes, *of_critic])
         keys = {f"{_ACTOR}.ppo_mini_batch_size": 256, f"{_ROLLOUT}.n": 1}
         check_batches(reading, keys, (f"{_ACTOR}.ppo_micro_batch_size_per_gpu", 1), "verl")
     _check_prompts(reading)
@@ -618,7 +610,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     is_row = is_packed(scenario)
     tokens = scenario.seq_length // scenario.layout.context_parallel_size
-    return composed(scenario, settings) | {
+    return of_any_length(composed(scenario, settings)) | {
         "model_engine": "megatron",
         "entropy_coefficient": 0,
         "has_chunks_of_entropy": scenario.state.entropy_chunk_size is not None,

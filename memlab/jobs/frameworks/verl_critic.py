@@ -58,7 +58,7 @@ def complete(reading: Reading) -> None:
         return
     key = "critic.ppo_micro_batch_size_per_gpu"
     if values.get("micro_batch_size") is None:
-        reading.warnings.append(f"{key} is not in the file, so memlab takes 1")
+        reading.warnings.append(f"{key} is not in the file, so memlab takes 1; verl refuses a job without it")
     take_sequences(reading, longest, sequences, packed_by=key if removes_padding else None)
 
 

@@ -52,7 +52,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     TRANSFORMER,
 )
 from memlab.jobs.frameworks.megatron_lm import OF_OTHER_FRAMEWORKS, take_sequence_parallel
-from memlab.jobs.frameworks.reinforcement import note_replaced_values
+from memlab.jobs.frameworks.reinforcement import names_dispatcher, note_replaced_values
 from memlab.jobs.frameworks.verl_checkout import BEFORE, FP32_SINCE, RELEASE
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
@@ -237,11 +237,12 @@ def _take_defaults_of_mbridge(reading: Reading, engine: str) -> None:
         reading.values.update({name: value for name, value in of_mbridge.items() if name not in given})
 
 
-def cannot_write(_: Scenario, settings: MemorySettings) -> dict[str, str]:
-    """Names what verl cannot express of these settings."""
-    if settings.offload_gradients == settings.offload_parameters:
-        return {}
-    return {"offload_gradients": "verl frees the gradients where it offloads the parameters"}
+def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
+    """Names what verl cannot express of a job."""
+    reasons = names_dispatcher(scenario, "verl")
+    if settings.offload_gradients != settings.offload_parameters:
+        reasons["offload_gradients"] = "verl frees the gradients where it offloads the parameters"
+    return reasons
 
 
 # verl patches Megatron's checkpoints on every GPU (apply_patch_megatron_recomputation_backward, models/mcore/patch.py).

@@ -73,6 +73,7 @@ from memlab.jobs.frameworks.verl import (
     take_turns,
 )
 from memlab.jobs.frameworks.verl_checkout import BEFORE, FP32_SINCE, RELEASE, version_around
+from memlab.jobs.frameworks.verl_rules import check_fsdp, check_rollout
 
 _ACTOR = "actor_rollout_ref.actor"
 _MODEL = "actor_rollout_ref.model"
@@ -436,7 +437,7 @@ def _take_rows(reading: Reading) -> None:
     else:
         key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
         if values.get("micro_batch_size") is None:
-            reading.warnings.append(f"{key} is not in the file, so memlab takes 1")
+            reading.warnings.append(f"{key} is not in the file, so memlab takes 1; verl refuses a job without it")
         take_sequences(reading, longest, sequences, packed_by=key if removes_padding else None)
 
 
@@ -447,6 +448,8 @@ def check(reading: Reading) -> None:
         CannotStartError: If verl or torch refuses the job.
     """
     check_shards(reading)
+    check_rollout(reading, has_one_engine=False)
+    check_fsdp(reading, f"{_ACTOR}.optim")
     check_policy_loss(reading)
     check_sequences(reading)
 

@@ -18,6 +18,7 @@ from memlab.jobs.frameworks.reinforcement import (
     composed,
     is_packed,
     note_padded_rows,
+    of_any_length,
     take_rows,
     take_sequences,
 )
@@ -32,6 +33,7 @@ from memlab.jobs.frameworks.verl_engine import (
     engine_without_effect,
     padding_in_fp8,
 )
+from memlab.jobs.frameworks.verl_rules import check_megatron
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _PREFIXES = ("engine", "optim", "model")
@@ -97,7 +99,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     is_row = is_packed(scenario)
     tokens = scenario.seq_length // scenario.layout.context_parallel_size
-    return composed(scenario, settings) | {
+    return of_any_length(composed(scenario, settings)) | {
         "engine": "megatron",
         "tokens_per_rank": tokens if is_row else 8192,
         "micro_batch_size": 4 if is_row else scenario.micro_batch_size,
@@ -118,6 +120,7 @@ VERL_SFT = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("verl_sft") | engine_without_effect(*_PREFIXES),
     complete=complete,
+    check=lambda reading: check_megatron(reading, *_PREFIXES[:2]),
     complete_of_model=complete_provider,
     compose=compose,
     fixed=FIXED,

@@ -914,18 +914,26 @@ class _Reader(Builtins):
     def _tested(self, words: list[Word]) -> bool | None:
         is_double = words[0].keyword == "[["
         inner = words[1:] if words[0].keyword == "test" else words[1:-1]
-        operands, lacks_words = [], False
+        operands, lacks_words = list[Operand](), False
+        answers = Answers(self.number, self.is_set, self.matches, self._finds)
+        was_certain = self.is_certain
         for word in inner:
             if is_double:
+                if word.keyword in (
+                    "&&",
+                    "||",
+                ):  # bash expands the rest only if this decides nothing
+                    decided = decide(operands, is_double=True, answers=answers)
+                    self.is_certain &= decided is (word.keyword == "&&")
                 text = self.one(word)
                 operands.append(Operand(text, self.pattern(word), is_quoted=word.keyword != text))
             else:
                 texts = self.words(word)
                 lacks_words |= not texts and self._is_from_outside(word)
                 operands += [Operand(text) for text in texts]
+        self.is_certain = was_certain
         texts = [one.text for one in operands]
         self.tested_files |= {text for test, text in pairwise(texts) if test in ("-f", "-e", "-r", "-s")}
-        answers = Answers(self.number, self.is_set, self.matches, self._finds)
         return decide(operands, is_double=is_double, lacks_words=lacks_words, answers=answers)
 
     def _is_from_outside(self, word: Word) -> bool:

@@ -1,0 +1,191 @@
+"""Rules by which SkyRL refuses a job that concern no memory (0.3.0 and a9564572, main of August 2026).
+
+They are those of ``validate_cfg``, ``validate_generator_cfg``, ``validate_inference_engine_cfg`` and
+``validate_megatron_cfg`` in skyrl/train/utils/utils.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from memlab.config.validation import is_whole_number
+from memlab.jobs.frameworks.framework import CannotStartError, Reading
+from memlab.jobs.frameworks.keys import WHOLE, is_given
+from memlab.jobs.frameworks.megatron_keys import CHUNKS
+
+_TRAINER, _ALGORITHM, _PLACEMENT = "trainer", "trainer.algorithm", "trainer.placement"
+_POLICY, _ENGINE = "trainer.policy", "generator.inference_engine"
+_REDUCTIONS = ("token_mean", "token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
+_Rule = tuple[str, Callable[[Any, Reading], object], str]
+"""A key, whether the value that the job gives for it breaks the rule, and what it must be."""
+
+
+def _is_on(reading: Reading, key: str) -> bool:
+    return reading.get(key) is True
+
+
+_OF_ALL: tuple[_Rule, ...] = (
+    (
+        f"{_ALGORITHM}.use_kl_in_reward",
+        lambda value, job: value is True and job.get(f"{_ALGORITHM}.use_kl_loss", default=True) is not False,
+        f"must be false unless {_ALGORITHM}.use_kl_loss is false",
+    ),
+    (
+        f"{_ALGORITHM}.advantage_estimator",
+        lambda value, job: value == "gae" and not is_given(job.get("trainer.critic.model.path")),
+        "needs trainer.critic.model.path",
+    ),
+    (
+        f"{_ALGORITHM}.loss_reduction",
+        lambda value, job: value == "seq_mean_token_sum_norm" and job.get(f"{_ALGORITHM}.max_seq_len") is None,
+        f"needs {_ALGORITHM}.max_seq_len",
+    ),
+    (
+        f"{_ALGORITHM}.loss_reduction",
+        lambda value, _: value not in _REDUCTIONS,
+        "must be one of the reductions that SkyRL has",
+    ),
+    (
+        f"{_ALGORITHM}.off_policy_correction.tis_ratio_type",
+        lambda value, _: is_given(value) and value not in ("token", "sequence"),
+        "must be token or sequence",
+    ),
+    (f"{_TRAINER}.sequence_parallel_backend", lambda value, _: value != "ulysses", "must be ulysses"),
+    (
+        f"{_POLICY}.language_model_only",
+        lambda value, job: value is True and not _is_on(job, f"{_ENGINE}.language_model_only"),
+        f"needs {_ENGINE}.language_model_only true",
+    ),
+    (
+        "generator.merge_stepwise_output",
+        lambda value, job: value is True and not _is_on(job, "generator.step_wise_trajectories"),
+        "needs generator.step_wise_trajectories true",
+    ),
+    (
+        "generator.sampling_params.logprobs",
+        lambda value, _: is_whole_number(value) and value > 1,
+        "must be 0 or 1",
+    ),
+    (
+        f"{_ENGINE}.run_engines_locally",
+        lambda value, job: (
+            value is False
+            and not any(is_given(job.get(f"{_ENGINE}.external_{name}")) for name in ("proxy_url", "server_urls"))
+        ),
+        f"needs {_ENGINE}.external_proxy_url or external_server_urls",
+    ),
+    (
+        f"{_TRAINER}.train_batch_size",
+        lambda value, job: is_whole_number(value) and value % (job.get(f"{_TRAINER}.policy_mini_batch_size") or 256),
+        f"must be a multiple of {_TRAINER}.policy_mini_batch_size",
+    ),
+    (
+        f"{_ENGINE}.enable_return_routed_experts",
+        lambda value, job: value is True and job.get(f"{_ENGINE}.distributed_executor_backend", default="ray") != "mp",
+        f"needs {_ENGINE}.distributed_executor_backend mp",
+    ),
+    (f"{_ENGINE}.async_engine", lambda value, _: value is False, "is an option that SkyRL no longer has"),
+)
+_OF_MEGATRON: tuple[_Rule, ...] = (
+    (f"{_ENGINE}.backend", lambda value, _: value != "vllm", "must be vllm with trainer.strategy megatron"),
+    (
+        f"{_ENGINE}.weight_sync_backend",
+        lambda value, _: value not in ("nccl", "delta"),
+        "must be nccl with trainer.strategy megatron",
+    ),
+    ("trainer.critic.model.path", lambda value, _: is_given(value), "must be null with trainer.strategy megatron"),
+    *(
+        (
+            f"trainer.{model}.sequence_parallel_size",
+            lambda value, _: is_whole_number(value) and value > 1,
+            "must be 1 with trainer.strategy megatron",
+        )
+        for model in ("policy", "ref")
+    ),
+    (
+        f"{_POLICY}.megatron_config.moe_enable_routing_replay",
+        lambda value, job: value is True and not _is_on(job, f"{_ENGINE}.enable_return_routed_experts"),
+        f"needs {_ENGINE}.enable_return_routed_experts true",
+    ),
+)
+
+
+def check_rules(reading: Reading) -> None:
+    """Checks rules of all jobs of reinforcement learning.
+
+    Raises:
+        CannotStartError: If SkyRL refuses the job.
+    """
+    _check(reading, _OF_ALL)
+    _check_engines(reading)
+
+
+def check_megatron(reading: Reading) -> None:
+    """Checks rules of jobs with Megatron.
+
+    Raises:
+        CannotStartError: If SkyRL refuses the job.
+    """
+    _check(reading, _OF_MEGATRON)
+
+
+def check_model(reading: Reading, megatron: str) -> None:
+    """Checks what SkyRL's workers build with Megatron-Bridge.
+
+    Args:
+        reading: Of the job.
+        megatron: The prefix of the config of Megatron.
+
+    Raises:
+        CannotStartError: If Megatron-Core refuses it, or the first forward.
+    """
+    transformer, values = f"{megatron}.transformer_config_kwargs", reading.values
+    varies = reading.get(f"{transformer}.variable_seq_lengths") is not False  # ``init_configs`` sets it
+    if (
+        "allgather" in [reading.entries.get(f"{one}.moe_token_dispatcher_type") for one in (megatron, transformer)]
+        and varies
+    ):
+        raise CannotStartError(
+            "the job has moe_token_dispatcher_type allgather with sequences of variable length, which SkyRL always has "
+            "and Megatron-Core refuses: choose alltoall",
+            "moe_token_dispatcher_type",
+        )
+    key = f"{transformer}.{CHUNKS.name}"
+    chunks = reading.converted(key, WHOLE)
+    if chunks is None:
+        return
+    if chunks > 1 and (values.get("pipeline_model_parallel_size") or 1) > 1:
+        raise CannotStartError(
+            f"{key} is {chunks}, must be left out: SkyRL does not tell Megatron's schedule of chunks, which refuses a "
+            "stage that has several",
+            "pipeline_model_parallel_size",
+        )
+    reading.without_effect[key] = "a model on one stage is not divided"
+
+
+def _check_engines(reading: Reading) -> None:
+    """Checks that engines that share the training's GPUs have all of them, where the job says how many there are."""
+    key = f"{_ENGINE}.num_engines"
+    if key not in reading.entries.by_key or reading.get(f"{_PLACEMENT}.colocate_all", default=True) is not True:
+        return
+    sizes = [f"{_ENGINE}.{kind}_parallel_size" for kind in ("tensor", "pipeline", "data")]
+    if any(entry.is_unknown for name, entry in reading.entries.by_key.items() if name in (key, *sizes)):
+        return
+    of_engines = [reading.get(name, default=1) for name in (key, *sizes)]
+    gpus = [reading.get(f"{_PLACEMENT}.policy_num_{kind}", default=1) for kind in ("nodes", "gpus_per_node")]
+    if not all(is_whole_number(number) for number in (*of_engines, *gpus)):
+        return
+    if math.prod(of_engines) != math.prod(gpus):
+        raise CannotStartError(
+            f"{key} x the GPUs of each is {math.prod(of_engines)}, must be the {math.prod(gpus)} GPUs of the policy "
+            f"with {_PLACEMENT}.colocate_all, by a rule of SkyRL: change {key}"
+        )
+
+
+def _check(reading: Reading, rules: tuple[_Rule, ...]) -> None:
+    for key, breaks, rule in rules:
+        entry = reading.entries.by_key.get(key)
+        if entry is not None and not entry.is_unknown and breaks(entry.value, reading):
+            raise CannotStartError(f"{key} is {entry.value}, {rule}, by a rule of SkyRL: change one of them")
