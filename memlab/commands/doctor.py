@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import re
@@ -207,6 +208,8 @@ def _cuda() -> Finding:
 
 def _loading_problem(module: str) -> str:
     """Returns the first line of the error with which a module fails to load; empty if it loads."""
+    # A CUDA build of torch logs where there is a compiler for CUDA and no GPU, which the line "cuda" says.
+    logging.getLogger("torch.utils.cpp_extension").disabled = True
     try:
         import_module(module)
     except Exception as error:  # noqa: BLE001  # whatever a broken package raises is what the user has to know

@@ -25,6 +25,7 @@ from memlab.regression.one_line import one_line
 from memlab.regression.report.report import write_reports
 from memlab.regression.run.case_on_engine import run_on_engine
 from memlab.regression.run.kept_runs import (
+    commit_in_words,
     current_commit,
     free_name,
     locked,
@@ -290,7 +291,7 @@ def _judge(result: CaseResult, suite: Suite, options: Options) -> CaseResult:
     message = ""
     if gating:
         num_metrics = f"{len(gating)} metric{' differs' if len(gating) == 1 else 's differ'}"
-        message = f"{num_metrics} from the baseline of {baseline.date}, commit {baseline.commit}"
+        message = f"{num_metrics} from the baseline of {baseline.date}, {commit_in_words(baseline.commit)}"
     elif not has_same_rounding(baseline.measured, result.measured):
         message = "loss is only reported: the baseline was measured with other packages or on another processor"
     return replace(

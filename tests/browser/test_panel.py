@@ -73,6 +73,8 @@ def test_a_run_is_pinned_laid_over_shown_again_and_deleted(panel: PanelPage) -> 
     assert panel.highest("pinned") == plain_peak
     assert set(pinned["y"]) <= set(plain["y"]), "the pinned run in the same unit"
     expect(panel.part("note-offload-modules-expert-fc1")).to_contain_text("iB")
+    cut = panel.part("offload-modules-expert-fc1", ".widget-label-basic").evaluate("e => e.scrollWidth - e.clientWidth")
+    assert cut <= 0, "the name beside its bytes"
     panel.rows.filter(has_not_text="offload").first.click()
     panel.wait_for_peak(plain_peak)
     panel.rows.filter(has_text="offload").click()
@@ -168,6 +170,8 @@ def test_the_value_of_an_option_with_a_long_name_can_be_read(panel: PanelPage) -
         expect(value).to_be_visible()
         box = value.bounding_box()
         assert box is not None and box["width"] >= 80, option
+        name = panel.part(f"state-{option}", ".widget-label").bounding_box()
+        assert name is not None and name["height"] < 28, "one line: a break in two would be in the middle of a word"
 
 
 def test_an_impossible_combination_is_refused_in_the_rules_words(panel: PanelPage) -> None:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 
 from memlab.record.step_record import StepRecord
+from memlab.regression.run.notebook_page import write_page
 from memlab.regression.run.papermill_engine import MAX_SHOWN_LETTERS, OutputBound
 from memlab.regression.run.readable_notebook import make_readable
 from memlab.regression.run.runner import LabFailedError, LabRun, prepare_lab
@@ -117,6 +119,39 @@ def test_a_page_reads_like_a_report(tmp_path: Path) -> None:
     code = "".join(re.findall(r'<div class="highlight.*?</div>', page, re.DOTALL))
     assert "count" in code, "the code of the second part, and none that only runs the lab"
     assert [word for word in ("HTML", "injected", "name", "finish") if word in code] == []
+
+
+def written_page(run: Path, text: str, labs: Path) -> str:
+    """Returns the page of a lab that nobody has run: one cell of text, no parameters."""
+    run.mkdir(parents=True)
+    cells = [nbformat.v4.new_markdown_cell(text), nbformat.v4.new_code_cell("", metadata={"tags": ["parameters"]})]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), run / "notebook.ipynb")
+    write_page(run / "notebook.ipynb", run / "page.html", labs)
+    return (run / "page.html").read_text()
+
+
+def test_a_page_finds_what_its_lab_links_to(tmp_path: Path) -> None:
+    text = (
+        "# A lab\n[a](README.md#b) [c](../c/d.md) [e](#e) [f](https://example.org/f.md) [g](/g.md) [h](mailto:h@i.org)"
+    )
+    page = written_page(tmp_path / "runs" / "one", text, tmp_path / "labs & more")
+    hrefs = [unescape(href) for href in re.findall(r'<a href="([^"]+)">[a-h]<', page)]
+    from_here = "../../labs & more"
+    as_written = ["#e", "https://example.org/f.md", "/g.md", "mailto:h@i.org"]
+    assert hrefs == [f"{from_here}/README.md#b", f"{from_here}/../c/d.md", *as_written]
+
+
+def test_a_page_has_no_colour_that_is_the_same_in_light_and_dark(tmp_path: Path) -> None:
+    page = written_page(tmp_path / "run", "# A lab", tmp_path)
+    style = page[page.index("<style>") : page.index("</style>")]
+    scheme = r"@media \(prefers-color-scheme: (light|dark)\) \{((?:[^{}]*\{[^{}]*\})*)[^{}]*\}"
+    (first, dark), *of_code = re.findall(scheme, style)
+    assert [first, *(name for name, _ in of_code)] == ["dark", "light", "dark"]
+    assert all(".highlight .k" in rules for _, rules in of_code)
+    light, rules = re.sub(scheme, "", style).split("}", 1)
+    assert "color-scheme: light dark" in light
+    assert re.findall(r"--\w+(?=:)", light) == re.findall(r"--\w+(?=:)", dark)
+    assert not re.search(r"#[0-9a-f]{3}", rules), "a colour that has no name"
 
 
 def test_formulas_that_the_reader_is_to_find_are_folded_on_a_page_for_learners() -> None:

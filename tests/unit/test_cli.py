@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -457,6 +458,17 @@ def test_doctor_says_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch, capfd: 
     assert ">=0.16.1" in found["packages"]["megatron-core"]["problem"]
     assert "megatron-core is not" in found["backends"]["cpu"]["problem"]
     assert all(bool(backend["problem"]) == bool(backend["remedy"]) for backend in found["backends"].values())
+
+
+def test_doctor_says_in_its_own_words_that_no_gpu_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    monkeypatch.setattr(logger, "disabled", False)
+    (tmp_path / "loud.py").write_text(f"import logging\nlogging.getLogger({logger.name!r}).warning('No CUDA runtime')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert doctor._loading_problem("loud") == ""
+    assert caplog.records == []
 
 
 def test_doctor_finds_the_cpu_backend(capfd: pytest.CaptureFixture[str]) -> None:

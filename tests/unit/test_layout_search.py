@@ -39,6 +39,7 @@ from memlab.fitting.peak_range import PeakRange
 from memlab.fitting.prediction import Prediction
 from memlab.lab.search_steps import Predictor, stepping
 from memlab.units import GIB, MIB
+from memlab.views.text.layouts import layouts_table
 from tests.unit.inside import inside
 
 PLAIN = MemorySettings()
@@ -215,6 +216,8 @@ def test_the_cheapest_layout_recomputes_least_and_is_no_larger_than_another() ->
     counts = (len(found.fitting), found.num_too_large, found.num_not_fitting, found.num_no_better)
     assert sum(counts) == found.num_layouts and min(counts[0], counts[1], counts[3]) > 0
     assert json.loads(json.dumps(found.to_dict()))["verdict"] == found.verdict
+    doubtful = replace(found, fitting=(replace(best, verdict="may fit"), *found.fitting[1:]))
+    assert f" rules: {counts[0] - 1} fit, 1 may fit; " in " ".join(layouts_table(doubtful).split())
     failed = {step.rank.layout for step in asked if not predicted_by_size(step).fits}
     plain = [step.rank for step in asked if step.settings == PLAIN]
     of_jobs = {replace(layout, rank=0) for layout in failed}

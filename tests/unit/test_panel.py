@@ -446,13 +446,14 @@ def test_the_breakdown_groups_equal_layers_and_names_the_training_state() -> Non
         modules=tuple(sizes),
         num_opening_events=0,
     )
-    text = breakdown_html(timeline, num_events - 1, "device", is_peak=True)
+    text = breakdown_html(timeline, num_events - 1, "device", is_peak=True, is_timed=False)
     text = text.replace("<wbr>", "")
     cells = re.findall(r"<td>(?:<i[^>]*></i>)?([^<]*)</td><td>([^<]*)</td>", text.partition("by module")[2])
     assert cells == [("parameters", "64"), ("mlp x\N{NO-BREAK SPACE}2", "16")]
     assert "by category (B)" in text, "a column has one unit, which its title names"
     assert "nothing now of" not in text
-    at_first = breakdown_html(timeline, 0, "device", is_peak=False)
+    at_first = breakdown_html(timeline, 0, "device", is_peak=False, is_timed=True)
+    assert "event 2, forward" in text and "event 0, 0.000 ms, forward" in at_first
     assert re.search(r"nothing now of <i [^>]*></i>activations<", at_first), "each colour of the chart has a name"
 
 

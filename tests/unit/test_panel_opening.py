@@ -38,6 +38,15 @@ def test_each_model_can_be_opened_with_the_layers_that_the_row_proposes(row: Ope
         assert 1 <= row.lab.options["num_layers"] <= 4
 
 
+def test_the_row_says_how_much_of_a_predicted_model_is_open(row: Opening) -> None:
+    row.model.value = "qwen3-30b-a3b"
+    row.open_button.click()
+    assert "qwen3-30b-a3b is predicted, 4 of 48 layers on one GPU." in row.said.value
+    row.layers.value = 48
+    row.open_button.click()
+    assert "qwen3-30b-a3b is predicted, all 48 layers on one GPU." in row.said.value
+
+
 def test_engine_versions_and_adapters_are_those_of_the_controls(row: Opening) -> None:
     row.model.value, row.layers.value, row.engine.value = "llama-3.1-8b", 2, "fsdp2"
     row.versions["transformer_engine"].value = "2.12"

@@ -15,7 +15,7 @@ from pathlib import Path
 from memlab.regression.report.case import CaseBodies, anchor, arrows, aside, section, what_changed
 from memlab.regression.report.junit import junit_xml
 from memlab.regression.report.summary_text import summary_table
-from memlab.regression.run.kept_runs import NO_COMMIT, History
+from memlab.regression.run.kept_runs import History, commit_in_words
 from memlab.regression.run.runner import failed
 from memlab.regression.suite.suite import JUNIT_FILE, PAGE_FILE
 from memlab.regression.summary import CaseResult, Summary
@@ -103,10 +103,9 @@ class _Page:
             for night in nights
         )
         started = summary.started.replace("T", " ").partition("+")[0]
-        commit = "no commit" if summary.commit == NO_COMMIT else f"commit {escape(summary.commit)}"
         return (
             f'<p class="soft">suite <b>{escape(summary.suite)}</b> on {escape(summary.backend)} · '
-            f"{commit} · {escape(started)} UTC · {summary.seconds:.0f} s<br>"
+            f"{escape(commit_in_words(summary.commit))} · {escape(started)} UTC · {summary.seconds:.0f} s<br>"
             f'kept runs, this one last: <span class="nights">{marks}</span></p>'
         )
 

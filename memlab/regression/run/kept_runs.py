@@ -29,6 +29,11 @@ NO_COMMIT = "nocommit"
 """Stands in a run's name for the commit where there is none."""
 
 
+def commit_in_words(commit: str) -> str:
+    """Returns a commit as a sentence names it: ``commit abc1234``, or ``no commit``."""
+    return "no commit" if commit == NO_COMMIT else f"commit {commit}"
+
+
 def run_name(started: datetime, commit: str, backend: str) -> str:
     """Names a run ``<utc-date>_<commit>_<backend>``; the date has a time, so that names sort by age."""
     return f"{started:%Y-%m-%d-%H%M%S}_{commit}_{backend}"

@@ -1,11 +1,13 @@
 """An executed notebook as an HTML file that reads like a report and opens without a network.
 
 nbconvert's own pages load scripts from the network and leave out plotly's figures. So the body is nbconvert's, and this
-module adds one copy of plotly.js for all figures, and the parameters of the run under the title.
+module adds one copy of plotly.js for all figures, and the parameters of the run under the title. The page is light or
+dark as its reader's system is.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from html import escape
 from pathlib import Path
@@ -16,10 +18,11 @@ from memlab.regression.run.readable_notebook import REMOVE_INPUT_TAG, make_reada
 from memlab.regression.suite.notebooks import read_notebook
 from memlab.regression.suite.parameters import INTERACTIVE, read_parameters
 
+_RELATIVE_LINK = re.compile(r'<a href="(?=[^":#/?]+["#?/])')
 _STYLE = Path(__file__).with_name("notebook_page.css").read_text(encoding="utf-8")
 
 
-def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_js: str = "") -> None:
+def write_page(notebook_path: Path, page_path: Path, links_from: Path, failure: str = "", plotly_js: str = "") -> None:
     """Writes an executed notebook as a page.
 
     The page leaves out the code of cells that only run the lab, shows the parameters as a table, and opens the answers.
@@ -27,6 +30,7 @@ def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_j
     Args:
         notebook_path: The executed notebook.
         page_path: The file to write.
+        links_from: The folder that the notebook's links begin in: that of the lab, not of its executed copy.
         failure: Why the run failed; the page begins with it.
         plotly_js: Path from the page to a copy of plotly.js that it shares; if empty, the page has its own copy.
 
@@ -35,7 +39,6 @@ def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_j
     """
     from nbconvert import HTMLExporter
     from plotly.offline import get_plotlyjs
-    from pygments.formatters import HtmlFormatter
     from traitlets.config import Config
 
     notebook = read_notebook(notebook_path)
@@ -47,6 +50,8 @@ def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_j
     hiding = Config({"TagRemovePreprocessor": {"enabled": True, "remove_input_tags": {REMOVE_INPUT_TAG}}})
     exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True, config=hiding)
     body, _ = exporter.from_notebook_node(notebook)
+    folder = escape(Path(os.path.relpath(links_from, page_path.parent)).as_posix())
+    body = _RELATIVE_LINK.sub(rf"\g<0>{folder}/", body)
     before, heading_end, after = body.partition("</h1>")
     body = f"{before}{heading_end}{parameters}{after}" if heading_end else f"{parameters}{body}"
     source = f' src="{escape(plotly_js)}">' if plotly_js else f">{get_plotlyjs()}"
@@ -55,10 +60,20 @@ def write_page(notebook_path: Path, page_path: Path, failure: str = "", plotly_j
     page_path.write_text(
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<style>{_STYLE}{HtmlFormatter().get_style_defs('.highlight')}</style>\n{script}\n"
+        f"<style>{_STYLE}{_code_colours()}</style>\n{script}\n"
         f"</head><body>\n{banner}{body}\n</body></html>\n",
         encoding="utf-8",
         errors="replace",  # what a notebook prints may have half a surrogate pair
+    )
+
+
+def _code_colours() -> str:
+    """Writes the colours of Python code. Each style is alone: what one colours and the other does not would stay."""
+    from pygments.formatters import HtmlFormatter
+
+    return "".join(
+        f"@media (prefers-color-scheme: {scheme}) {{\n{HtmlFormatter(style=style).get_style_defs('.highlight')}\n}}\n"
+        for scheme, style in (("light", "default"), ("dark", "github-dark"))
     )
 
 

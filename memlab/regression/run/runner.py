@@ -112,7 +112,7 @@ class PreparedLab:
             failure = failure or _judge(staging)
             if failure:
                 return failure, "", {}
-            write_page(staging / _NOTEBOOK, staging / _PAGE, plotly_js=self.plotly_js)
+            write_page(staging / _NOTEBOOK, staging / _PAGE, self.notebook.parent, plotly_js=self.plotly_js)
             return "", "", read_json(staging / "metrics.json", LEFT_TO_FINISH)
         except Exception as error:  # noqa: BLE001 - a notebook is any code, and may leave its folder in any state
             return f"outside of its cells: {type(error).__name__}: {one_line(error)}", traceback.format_exc(), {}
@@ -208,7 +208,7 @@ def _keep_failure(staging: Path, lab: PreparedLab, message: str, details: str) -
         shutil.rmtree(staging, ignore_errors=True)  # of a full disk, so that there is space for what follows
         note = f"{details}{message}\n"
         try:
-            write_page(kept / _NOTEBOOK, kept / _PAGE, message, lab.plotly_js)
+            write_page(kept / _NOTEBOOK, kept / _PAGE, lab.notebook.parent, message, lab.plotly_js)
         except Exception as error:  # noqa: BLE001 - killed before its first save or in the middle of one, or any content
             note += f"no page was made: {one_line(error)}\n"
         _append_to_log(kept, note)

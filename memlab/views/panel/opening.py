@@ -95,7 +95,12 @@ class Opening(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no typ
         finally:
             self.open_button.disabled = False
         self.children = [self._row, self._panel_of(self.lab)]
-        self._say(f"{name} {'trains in this process' if _trains_here(name) else 'is predicted'}.")
+        self._say(f"{name} {'trains in this process' if _trains_here(name) else f'is predicted, {self._built()}'}.")
+
+    def _built(self) -> str:
+        """Says what the open lab has of its model: few layers on one GPU are not the user's whole job."""
+        built, total = self.layers.value, ARCHITECTURES[self.model.value].num_layers
+        return f"{f'all {total}' if built == total else f'{built} of {total}'} layers on one GPU"
 
     def _propose(self) -> None:
         model = ARCHITECTURES[self.model.value]

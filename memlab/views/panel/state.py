@@ -133,7 +133,7 @@ class LabState(traitlets.HasTraits):
         # Megatron's default leaves nearly all of a small model on the device: a ticked module would do nothing, and a
         # search would show what it saves.
         self._smallest_tensor = smallest_offloaded(lab.settings, lab.scenario)
-        if self._backend.is_prediction:  # its times are those of the prediction
+        if self.backend.is_prediction:  # its times are those of the prediction
             self.axis = "event"
         self.form = SettingsForm.of(lab.settings, lab.scenario)
         if lab.settings.offload_modules is None:
@@ -179,10 +179,11 @@ class LabState(traitlets.HasTraits):
         """What the next run rebuilds first: the form has another training state or allocator than the lab."""
         if self.error_is_about_state:
             return "nothing"
-        return self._backend.rebuilt_by(self.lab.scenario, self.form.state, self.form.allocator)
+        return self.backend.rebuilt_by(self.lab.scenario, self.form.state, self.form.allocator)
 
     @property
-    def _backend(self) -> BackendKind:
+    def backend(self) -> BackendKind:
+        """What the lab's backend can do."""
         return KINDS[self.lab.backend.name]
 
     @property
@@ -195,10 +196,10 @@ class LabState(traitlets.HasTraits):
         if state != lab.scenario.state or self.rebuilds != "nothing":
             built = "rebuilds nothing" if self.rebuilds == "nothing" else f"rebuilds the {self.rebuilds}"
             words.append(f"not yet in effect: the next run {built}")
-        if allocator != lab.scenario.allocator and self._backend.on_gpu:
+        if allocator != lab.scenario.allocator and self.backend.on_gpu:
             words.append(f"'{allocator}' is only predicted: this process was started with '{lab.scenario.allocator}'")
         of_allocator = allocator.without_effect(
-            has_allocator=self._backend.has_allocator, has_limit=lab.device_memory_bytes is not None
+            has_allocator=self.backend.has_allocator, has_limit=lab.device_memory_bytes is not None
         )
         idle = self._idle_options | of_allocator
         words += [f"{name} has no effect: {reason}" for name, reason in idle.items()]
@@ -340,7 +341,7 @@ class LabState(traitlets.HasTraits):
                 if any(getattr(self.lab.scenario, name) != value for name, value in workload.items()):
                     self.lab.set_workload(**workload)
                 self.refresh()
-                rebuilds = self._backend.rebuilt_by(self.lab.scenario, scenario.state, scenario.allocator)
+                rebuilds = self.backend.rebuilt_by(self.lab.scenario, scenario.state, scenario.allocator)
                 num_changes = len(self.lab.state_changes)
                 request = StepRequest(settings=settings, state=scenario.state, allocator=scenario.allocator)
                 running = self.lab.submit(request, self._note_progress)
@@ -385,7 +386,7 @@ class LabState(traitlets.HasTraits):
     @property
     def stops_all_ranks(self) -> bool:
         """Whether a step is stopped on several ranks, which end it together, before the optimizer."""
-        return self.lab.scenario.layout.world_size > 1 and not self._backend.is_prediction
+        return self.lab.scenario.layout.world_size > 1 and not self.backend.is_prediction
 
     def stop(self) -> None:
         """Ends the running step, as `Lab.stop` does; its row says ``stopped``."""

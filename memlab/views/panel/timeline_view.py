@@ -201,7 +201,9 @@ class TimelineView:
                 control.max = last
             control.value = moment
             control.max = last
-        self.breakdown.value = breakdown_html(timeline, moment, self._state.pool, is_peak=self._state.moment is None)
+        self.breakdown.value = breakdown_html(
+            timeline, moment, state.pool, is_peak=state.moment is None, is_timed=not state.backend.is_prediction
+        )
 
 
 def chart_title(state: LabState) -> str:
@@ -219,11 +221,15 @@ def chart_title(state: LabState) -> str:
     return f'{title} <span class="memlab-pinned-line">{html.escape(f"pinned: {other}", quote=False)}</span>'
 
 
-def breakdown_html(timeline: Timeline, moment: int, pool: str, *, is_peak: bool) -> str:
-    """Writes what is allocated after an event: by category and by module, the largest first."""
+def breakdown_html(timeline: Timeline, moment: int, pool: str, *, is_peak: bool, is_timed: bool) -> str:
+    """Writes what is allocated after an event: by category and by module, the largest first.
+
+    The event's time is left out where it is that of a prediction, which a reader would take for a GPU's.
+    """
     index = timeline.first_step_event + moment
     total = timeline.bytes_at(index, pool)
-    where = f"event {moment:,}, {timeline.nanoseconds[index] / 1e6:,.3f} ms, {PHASES[timeline.phase[index]]}"
+    time = f"{timeline.nanoseconds[index] / 1e6:,.3f} ms, " if is_timed else ""
+    where = f"event {moment:,}, {time}{PHASES[timeline.phase[index]]}"
     head = f"Allocated on the {pool} {'at the peak' if is_peak else 'at this moment'}: {format_bytes(total)}"
     categories = timeline.breakdown(index, "category", pool)
     elsewhere = [name for name in CATEGORY_LOOKS if name in timeline.categories_of(pool) and name not in categories]

@@ -29,12 +29,14 @@ def layouts_table(found: LayoutSearch) -> str:
             rows.append([name, f"{one.num_microbatches}", settings, f"{one.rank}", *sizes, *work, one.verdict])
         lines += [*aligned(rows), ""]
     sequences = job.tokens_per_step // job.seq_length
+    num_sure = sum(one.verdict == "fits" for one in found.fitting)
+    fitting = f"{num_sure} fit, {len(found.fitting) - num_sure} may fit"
     left = f"; CUT SHORT: {found.num_left} were not tried" if found.num_left else ""
     lines += wrapped(
         f"{job.architecture.name}, {job.num_layers} layers, micro-batches of {job.micro_batch_size} x {job.seq_length} "
         f"tokens, {sequences} sequences per step in every layout; for {job.versions.words(job.engine)}. "
         f"{found.num_layouts} layouts follow Megatron's rules: "
-        f"{len(found.fitting)} fit; {found.num_not_fitting} do not fit, whatever is recomputed; {found.num_too_large} "
+        f"{fitting}; {found.num_not_fitting} do not fit, whatever is recomputed; {found.num_too_large} "
         f"have parameters, gradients, optimizer state and logits that are too large; {found.num_no_better} have sizes "
         f"that are no smaller than those of a layout that fits without recompute{left}. The column 'sent to ranks' has "
         "the bytes that the worst rank sends to other ranks in a step: memlab counts them at each collective that the "
