@@ -80,11 +80,13 @@ class FormulaCheck(Goals):
                     off = "must be a share from 0 to 1; if it is in per cent, divide by 100"
                 return self.goal(False, f"the formula gives {_number(mine)} {unit} for case {place}, {off}", hint)
         given = " and ".join(_number(mine) for mine in self._numbers)
-        exact = sum(share == _ROUNDING_OF_FLOATS for share in shares)
-        exactly = (
-            f"exactly for case{'s' * (exact > 1)} {listed([*map(str, range(1, exact + 1))])}, else " if exact else ""
-        )
-        return self.goal(True, f"{given} {unit}: right {exactly}to within {max(shares):.0%}")
+        exact = [str(place) for place, share in enumerate(shares, start=1) if share == _ROUNDING_OF_FLOATS]
+        how = f"to within {max(shares):.0%}"
+        if len(exact) == len(shares):
+            how = "exactly"
+        elif exact:
+            how = f"exactly for case{'s' * (len(exact) > 1)} {listed(exact)}, else {how}"
+        return self.goal(True, f"{given} {unit}: right {how}")
 
     def _is_no_formula(self, needed: Sequence[float]) -> bool:
         """Whether the answer is the very list of the right numbers, or not one result per case; the line says so."""

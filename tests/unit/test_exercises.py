@@ -583,6 +583,13 @@ def test_each_case_has_its_own_tolerance(capsys: pytest.CaptureFixture[str]) -> 
     assert reached == "reached: 1,000 and 2,001 bytes: right exactly for case 1, else to within 1%"
     assert first == "not yet: the formula gives 1,001 bytes for case 1, too large. Hint: count."
     assert "for case 2, too large" in second
+    for within, how in (
+        ((0.01, 0), "exactly for case 2, else to within 1%"),
+        ((0, 0), "exactly"),
+        ((0.01, 0.02), "to within 2%"),
+    ):
+        assert check([1000, 2000]).is_about([1000, 2000], "bytes", "count", within=within)
+        assert capsys.readouterr().out.endswith(f": right {how}\n")
 
 
 def test_a_share_in_per_cent_is_told_so_and_only_zeros_are_right_in_every_unit(
