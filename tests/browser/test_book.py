@@ -63,7 +63,7 @@ def test_a_lab_is_read_from_disk_without_a_network(site: Path, browser: Browser)
         page.on("pageerror", lambda error: failed.append(str(error)))
         page.goto((site / "index.html").as_uri())
         page.locator("article").get_by_role("link", name="the lab").click()
-        expect(page.locator(".plotly-graph-div .main-svg >> nth=0")).to_be_visible()
+        expect(page.locator(".plotly-graph-div .main-svg >> nth=0")).to_be_visible(timeout=120_000)  # plotly is 5 MB
         right = page.locator("details", has_text="It is.")
         expect(right.locator("p")).to_be_hidden()
         right.locator("summary").click()
