@@ -342,10 +342,17 @@ def test_nodes_of_nemo_gym_are_of_the_cluster_where_only_then_the_layout_fits(
     assert all(("takes them from it, as" in one) is (tensor == 4) for one in said)
 
 
-def test_rows_of_all_ranks_count_prompts_in_the_first_verl(tmp_path: Path) -> None:
-    keys = "actor_rollout_ref.actor.ppo_micro_batch_size=16 actor_rollout_ref.rollout.n=2"
+@pytest.mark.parametrize(("engine", "of_prompt"), [("dp", 2), ("megatron", 1)])
+def test_rows_of_all_ranks_count_prompts_in_the_first_verl(engine: str, of_prompt: int, tmp_path: Path) -> None:
+    """``fsdp_workers.py`` multiplies all three sizes by ``rollout.n`` then, and ``megatron_workers.py`` none."""
+    rows = " ".join(
+        f"actor_rollout_ref.{key}_micro_batch_size=16" for key in ("actor.ppo", "rollout.log_prob", "ref.log_prob")
+    )
+    keys = f"{rows} actor_rollout_ref.rollout.n=2 model_engine={engine} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"
     job = _read(_checkout(tmp_path, "0.1") / "run.sh", VERL.format(keys))
-    assert job.required()[0].seq_length == 128 * 16 // 4 * 2
+    values = {one.key: one.memlab_value for one in job.taken}
+    assert job.required()[0].seq_length == 128 * 16 // 4 * of_prompt
+    assert [values[key.partition("=")[0]] for key in rows.split()] == [16 // 4 * of_prompt] * 3
 
 
 @pytest.mark.parametrize(("prompts", "is_told"), [(64, False), (16, True)])
