@@ -643,3 +643,23 @@ def test_a_program_of_one_s_own_with_a_configuration_of_a_framework_is_its_job(
     assert job.framework.startswith("nemo-rl")
     assert {one.key: one.value for one in job.taken}["policy.train_micro_batch_size"] == 4
     assert any("takes it for a training by NeMo-RL's own program" in one for one in job.warnings)
+
+
+def test_flags_of_a_program_with_a_configuration_are_overrides_or_named(tmp_path: Path) -> None:
+    """Automodel's ``parse_cli_argv`` reads ``--key value``; what another program's flags set is not known."""
+    (tmp_path / "config.yaml").write_text(
+        "step_scheduler: {global_batch_size: 64, local_batch_size: 8}\ndistributed: {strategy: fsdp2, tp_size: 1}\n"
+        "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained\n"
+        "  pretrained_model_name_or_path: Qwen/Qwen2.5-0.5B\n"
+    )
+    flags = "--distributed.tp_size 2 --step_scheduler.global_batch_size=8 --distributed.activation_checkpointing"
+    (tmp_path / "run.sh").write_text(f"torchrun --nproc_per_node=8 mine.py --config config.yaml {flags}\n")
+    job = Job.read(tmp_path / "run.sh")
+    values = {one.key: one.value for one in job.taken}
+    assert values["distributed.tp_size"] == 2
+    assert values["step_scheduler.global_batch_size"] == 8
+    assert values["distributed.activation_checkpointing"] is True
+    assert values["step_scheduler.local_batch_size"] == 8, "of the file"
+    (tmp_path / "config.yaml").write_text(NEMO.format("megatron_cfg: {enabled: true}"))
+    (tmp_path / "run.sh").write_text("python mine.py --config config.yaml --micro-batch 4\n")
+    assert any("does not see what --micro" in one for one in Job.read(tmp_path / "run.sh").warnings)
