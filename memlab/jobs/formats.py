@@ -387,12 +387,15 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
         else:
             entries.environment = dict(command.variables)
             entries.started_in = _folder_of_program(_program_of(words), script.folders, path)
+            words = _with_flags_as_overrides(words) if found == "automodel" else words
             _take_overrides(words, path, framework, entries)
         if by_file is not None:
             started = [word for word, _ in command.words if word.endswith(".py")][-1]
+            others = sorted(_flags_after_program(command) - {"config"}) if found != "automodel" else []
+            unseen = f", and does not see what {', '.join(f'--{name}' for name in others[:5])} set" if others else ""
             entries.warnings.append(
                 f"line {command.line}: the script starts {shortened(started)} with a configuration of "
-                f"{framework.title}: memlab takes it for a training by {framework.title}'s own program"
+                f"{framework.title}: memlab takes it for a training by {framework.title}'s own program{unseen}"
             )
         entries.environment = entries.environment | command.variables
         entries.not_exported = command.not_exported
@@ -402,6 +405,22 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     if not entries.by_key:
         raise ValueError(f"{cause}{path.name} has no arguments of {found}: {_ACTION}")
     return found, entries
+
+
+def _with_flags_as_overrides(words: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Returns words with ``--key value`` as overrides, as ``parse_cli_argv`` of Automodel reads them (0.7.0)."""
+    start = max((at for at, (word, _) in enumerate(words) if word.endswith(".py")), default=-1) + 1
+    found, rest = words[:start], list(reversed(words[start:]))
+    while rest:
+        word, line = rest.pop()
+        has_value = word.startswith("--") and "=" not in word and bool(rest) and not rest[-1][0].startswith("--")
+        value = [rest.pop()] if has_value else []
+        if not word.startswith("--") or word.partition("=")[0] == "--config":
+            found += [(word, line), *value]
+        else:
+            key = word.removeprefix("--")
+            found.append((key if "=" in key else f"{key}={value[0][0] if value else True}", line))
+    return found
 
 
 def _flags_after_program(command: Command) -> frozenset[str]:

@@ -342,10 +342,17 @@ def test_nodes_of_nemo_gym_are_of_the_cluster_where_only_then_the_layout_fits(
     assert all(("takes them from it, as" in one) is (tensor == 4) for one in said)
 
 
-def test_rows_of_all_ranks_count_prompts_in_the_first_verl(tmp_path: Path) -> None:
-    keys = "actor_rollout_ref.actor.ppo_micro_batch_size=16 actor_rollout_ref.rollout.n=2"
+@pytest.mark.parametrize(("engine", "of_prompt"), [("dp", 2), ("megatron", 1)])
+def test_rows_of_all_ranks_count_prompts_in_the_first_verl(engine: str, of_prompt: int, tmp_path: Path) -> None:
+    """``fsdp_workers.py`` multiplies all three sizes by ``rollout.n`` then, and ``megatron_workers.py`` none."""
+    rows = " ".join(
+        f"actor_rollout_ref.{key}_micro_batch_size=16" for key in ("actor.ppo", "rollout.log_prob", "ref.log_prob")
+    )
+    keys = f"{rows} actor_rollout_ref.rollout.n=2 model_engine={engine} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"
     job = _read(_checkout(tmp_path, "0.1") / "run.sh", VERL.format(keys))
-    assert job.required()[0].seq_length == 128 * 16 // 4 * 2
+    values = {one.key: one.memlab_value for one in job.taken}
+    assert job.required()[0].seq_length == 128 * 16 // 4 * of_prompt
+    assert [values[key.partition("=")[0]] for key in rows.split()] == [16 // 4 * of_prompt] * 3
 
 
 @pytest.mark.parametrize(("prompts", "is_told"), [(64, False), (16, True)])
@@ -636,3 +643,23 @@ def test_a_program_of_one_s_own_with_a_configuration_of_a_framework_is_its_job(
     assert job.framework.startswith("nemo-rl")
     assert {one.key: one.value for one in job.taken}["policy.train_micro_batch_size"] == 4
     assert any("takes it for a training by NeMo-RL's own program" in one for one in job.warnings)
+
+
+def test_flags_of_a_program_with_a_configuration_are_overrides_or_named(tmp_path: Path) -> None:
+    """Automodel's ``parse_cli_argv`` reads ``--key value``; what another program's flags set is not known."""
+    (tmp_path / "config.yaml").write_text(
+        "step_scheduler: {global_batch_size: 64, local_batch_size: 8}\ndistributed: {strategy: fsdp2, tp_size: 1}\n"
+        "model:\n  _target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained\n"
+        "  pretrained_model_name_or_path: Qwen/Qwen2.5-0.5B\n"
+    )
+    flags = "--distributed.tp_size 2 --step_scheduler.global_batch_size=8 --distributed.activation_checkpointing"
+    (tmp_path / "run.sh").write_text(f"torchrun --nproc_per_node=8 mine.py --config config.yaml {flags}\n")
+    job = Job.read(tmp_path / "run.sh")
+    values = {one.key: one.value for one in job.taken}
+    assert values["distributed.tp_size"] == 2
+    assert values["step_scheduler.global_batch_size"] == 8
+    assert values["distributed.activation_checkpointing"] is True
+    assert values["step_scheduler.local_batch_size"] == 8, "of the file"
+    (tmp_path / "config.yaml").write_text(NEMO.format("megatron_cfg: {enabled: true}"))
+    (tmp_path / "run.sh").write_text("python mine.py --config config.yaml --micro-batch 4\n")
+    assert any("does not see what --micro" in one for one in Job.read(tmp_path / "run.sh").warnings)

@@ -268,12 +268,15 @@ def take_turns(reading: Reading) -> None:
         )
 
 
-def take_rows_of_all_ranks(reading: Reading) -> None:
+def take_rows_of_all_ranks(reading: Reading, responses: int = 1) -> None:
     """Takes micro-batches from the keys that count the sequences of all ranks, as verl's earlier workers do.
 
     See ``ActorRolloutRefWorker`` in verl/workers/fsdp_workers.py (0.1 to 0.7.1): each is divided by the ranks that
-    have different sequences, and the actor's counts prompts in 0.1. Later releases have no such division, and the key
-    is named.
+    have different sequences. Later releases have no such division, and the key is named.
+
+    Args:
+        reading: Of the job.
+        responses: Of a prompt, where the worker counts prompts before 0.2, as that of FSDP does.
     """
     values, release = reading.values, release_around(reading.started)
     if reading.version not in (None, BEFORE) or release is None or trains_without_engines(reading.started) is None:
@@ -285,8 +288,7 @@ def take_rows_of_all_ranks(reading: Reading) -> None:
         rows = reading.get(key)
         if is_number(rows) and rows > 0 and reading.get(f"{key}_per_gpu") is None:
             of_rank = max(1, int(rows) // max(1, values["world_size"] // split))
-            counts_prompts = field == "micro_batch_size" and release[0] < (0, 2)
-            reading.take(key, field, of_rank * (values["responses_per_prompt"] if counts_prompts else 1))
+            reading.take(key, field, of_rank * (responses if release[0] < (0, 2) else 1))
             reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
 
 

@@ -247,7 +247,7 @@ def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_
             f"{engine}.param_offload is off, so verl empties torch's cache at the weight sync only: each phase counts "
             "what it needs by itself, and torch may hold more that is left of the phases before"
         )
-    take_rows_of_all_ranks(reading)
+    take_rows_of_all_ranks(reading, values["responses_per_prompt"])
     _take_phases(reading, per_node, has_reference_on_host=has_reference_on_host)
     _take_rows(reading)
 
