@@ -481,7 +481,7 @@ def _workers(
         not_modelled = _with_lower_end(source)
     if not isinstance(engines, str):
         compile_in_background(tell)
-        kept = KeptPredictions.here() if replay and not anew else None
+        kept = KeptPredictions.here(tell) if replay and not anew else None
         try:
             with open_workers(engines, at_most=at_most, replay=replay, not_modelled=not_modelled, kept=kept) as workers:
                 yield workers

@@ -21,7 +21,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from hashlib import sha256
@@ -76,14 +76,20 @@ class KeptPredictions:
     changing: str
 
     @classmethod
-    def here(cls) -> Self | None:
+    def here(cls, say: Callable[[str], object]) -> Self | None:
         """Returns those of this user; None if there is no folder for them.
 
         None too if a source has changed since this process, such as a notebook's, imported memlab: it may have loaded
         the former one.
+
+        Args:
+            say: Called with a line that names such a source.
         """
         folder, sources = _folder(), _sources(_PACKAGES)
-        if folder is None or any(placed_ns > MEMLAB_IMPORTED_NS for *_, placed_ns in sources):
+        if folder is None:
+            return None
+        if newer := [path for path, *_, placed_ns in sources if placed_ns > MEMLAB_IMPORTED_NS]:
+            say(f"predictions of other searches are neither used nor kept: {newer[0]} is newer than this process")
             return None
         read = sorted((name, value) for name, value in os.environ.items() if name.startswith(_VARIABLES))
         variables = [each for each in read if each[0] not in _WITHOUT_EFFECT]

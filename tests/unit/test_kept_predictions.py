@@ -50,7 +50,7 @@ def taken_again(settings: MemorySettings) -> StepRecord:
 
 
 def now() -> KeptPredictions:
-    found = KeptPredictions.here()
+    found = KeptPredictions.here(pytest.fail)
     assert found is not None
     return found
 
@@ -237,7 +237,17 @@ def test_another_version_of_the_code_finds_nothing(
     changed.keep(one, UNKNOWN, {})
     assert of(changed, one) is not None and of(kept, one) is None
     monkeypatch.setattr(kept_predictions, "MEMLAB_IMPORTED_NS", time.time_ns() - 10**9)
-    assert KeptPredictions.here() is None, "this process may have loaded the former one, however old this one is"
+    assert KeptPredictions.here([].append) is None, "this process may have loaded the former one, however old this is"
+
+
+def test_a_source_that_is_newer_than_the_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(kept_predictions, "MEMLAB_IMPORTED_NS", 0)
+    said: list[str] = []
+    assert KeptPredictions.here(said.append) is None
+    (line,) = said
+    path = line.partition("kept: ")[2].partition(" is newer")[0]
+    assert Path(path).is_file()
 
 
 def test_nothing_is_kept_once_the_sources_have_changed_since_the_search_began(kept: KeptPredictions) -> None:
@@ -291,12 +301,12 @@ def test_a_folder_that_takes_no_file_keeps_nothing_and_says_nothing(
         found.shorten()
         assert of(found, seen()) is None
     monkeypatch.setenv(FOLDER_VARIABLE, "")
-    assert KeptPredictions.here() is None
+    assert KeptPredictions.here(pytest.fail) is None
     monkeypatch.delenv(FOLDER_VARIABLE)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert now().folder == tmp_path / "memlab" / "predictions"
     monkeypatch.setenv("XDG_CACHE_HOME", "no/absolute/path")
-    assert KeptPredictions.here() is None
+    assert KeptPredictions.here(pytest.fail) is None
 
 
 def test_the_files_that_were_asked_for_last_stay(kept: KeptPredictions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Rules by which SkyRL refuses a job that concern no memory (0.3.0 and a9564572, main of August 2026).
+"""Rules of SkyRL that concern no memory, and refuse a job (0.3.0 and a9564572, main of August 2026).
 
 They are those of ``validate_cfg``, ``validate_generator_cfg``, ``validate_inference_engine_cfg`` and
 ``validate_megatron_cfg`` in skyrl/train/utils/utils.py.

@@ -1,4 +1,4 @@
-"""Rules by which verl refuses a job that concern no memory: of its configuration's classes and of its workers.
+"""Rules of verl that concern no memory, and refuse a job: of its configuration's classes and of its workers.
 
 They are in 0.9.1 and in 1dda039b (August 2026), and in 0.7.0 unless the key is newer.
 """
