@@ -27,8 +27,6 @@ class CompiledAllocator:
 
     Args:
         settings: The options that the process would be started with.
-        state: Its state.
-        serve: `memlab.allocator.machine_code.serve`.
     """
 
     def __init__(self, settings: AllocatorSettings, state: Tables, serve: Any) -> None:

@@ -59,8 +59,6 @@ class RepeatedKernels:
     """Calls the fused kernels of a simulated meter.
 
     Args:
-        labels: Of the meter.
-        storages: Get the allocations and the frees.
         is_alone: Whether an operation does nothing beside what its arguments decide.
     """
 
@@ -197,7 +195,6 @@ def _key_of(values: Iterable[Any], tensors: list[torch.Tensor]) -> list[Any]:
     """Returns what of arguments decides about a call.
 
     Args:
-        values: The arguments.
         tensors: Gets the tensors among them.
 
     Raises:

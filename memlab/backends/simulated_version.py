@@ -42,7 +42,6 @@ def is_te_min_version(version: str, check_equality: bool = True) -> bool:
     """Replaces Megatron's function of this name, which needs an installed Transformer Engine.
 
     Args:
-        version: The one to compare with.
         check_equality: Whether the same version is enough.
     """
     engine = Version(imitated().transformer_engine)

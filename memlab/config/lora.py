@@ -296,7 +296,6 @@ class LoRA:
 
         Args:
             number: Of the layer in its model chunk.
-            weights: Of the layer.
             place: Where the layer is in the chunk; in one of multi-token prediction, `EXTRA_LAYER`, or `EXTRA_LAYERS`
                 for what joins hidden states and embeddings.
         """

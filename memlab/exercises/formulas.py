@@ -18,7 +18,6 @@ class FormulaCheck(Goals):
         """Begins the goals.
 
         Args:
-            numbers: What the formula gave.
             given: The reader's answer itself, to notice the numbers that the goal compares with.
         """
         super().__init__()

@@ -58,7 +58,6 @@ class Check(Goals):
         """Requires `peak_allocated_bytes` below a number of bytes.
 
         Args:
-            num_bytes: The limit.
             hint: What to look at, in the words of the exercise; by default, the largest part of the peak. If a setting
                 had no effect or works against the goal, the line says why instead.
         """
@@ -73,7 +72,6 @@ class Check(Goals):
         """Requires `activation_peak_bytes` below a number of bytes.
 
         Args:
-            num_bytes: The limit.
             hint: As for `peak_below`.
         """
         hint = self._no_effect() or self._start_fell() or self._keeps_more(hint) or hint or self._largest()
@@ -156,7 +154,6 @@ class Check(Goals):
         """Requires `host_bytes` below a number of bytes.
 
         Args:
-            num_bytes: The limit.
             hint: What to look at, in the words of the exercise; by default, what the host holds.
         """
         hint = hint or "the host holds what is offloaded, and the state of parameters that the CPU updates"
@@ -327,7 +324,6 @@ class Check(Goals):
         """Requires that the highest and the lowest peak of a job's ranks are closer than a number of bytes.
 
         Args:
-            num_bytes: The limit.
             hint: What to look at, in the words of the exercise; by default, the two ranks to compare. If a setting had
                 no effect, the line says why instead.
         """

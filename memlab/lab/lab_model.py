@@ -30,8 +30,6 @@ class LabModel:
     """One live model, its current settings and its meter.
 
     Args:
-        engine: Builds the model of its scenario.
-        backend: Where the model lives.
         replays: Whether a simulated step repeats what earlier events have shown.
     """
 

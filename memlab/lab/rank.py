@@ -92,7 +92,6 @@ class Rank:
 
         Args:
             meeting: Environment variables ``MASTER_ADDR``, ``MASTER_PORT``, ``RANK`` and ``WORLD_SIZE``.
-            backend: Of the lab.
             scenario: Of the lab, with this rank's layout.
             has_allocator: Whether the scenario has the allocator's options; if not, they are those of this process.
 

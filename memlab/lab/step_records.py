@@ -30,7 +30,6 @@ class StepRecords:
 
         Args:
             measured: Fields of the record that the step has measured.
-            timeline: The step's.
         """
         model, meter = self._model, self._model.meter
         residual_bytes = meter.uncategorised_bytes()

@@ -50,9 +50,7 @@ class TeacherPeaks:
         """Predicts the passes on one rank.
 
         Args:
-            teacher: Its passes.
             rank: Of the student, whose GPU the teacher's rank of the same number has.
-            replay: As for a `Lab`.
         """
         scenario = teacher.on_rank(rank)
         with stepping(scenario, forward_only=True, replay=replay) as steps:

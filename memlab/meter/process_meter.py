@@ -23,8 +23,6 @@ class ProgramTensors:
     """Tells storages of the CPU tensors of a program; those of other devices are not its business.
 
     Args:
-        labels: Say what each storage is for.
-        storages: Are told.
         without: Tensors that are not counted.
     """
 

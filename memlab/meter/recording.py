@@ -201,7 +201,6 @@ def freed_by(events: Iterable[Any], known: Mapping[int, Role]) -> list[tuple[int
     """Returns what a stepped pass frees of the storages that it finds, in order.
 
     Args:
-        events: The meter's events during the pass.
         known: The roles of the storages, by the identity of their allocations.
 
     Returns:

@@ -50,7 +50,6 @@ class Repeater:
         """Notes a step that may be repeated.
 
         Args:
-            columns: Its columns.
             numbers: The numbers of its storages, by the identity of their allocations.
         """
         self._finished = None if self.memory.is_special else FinishedStep(columns, numbers, self.log.opening)
@@ -180,15 +179,9 @@ class Repeater:
         """Records the events from `position` `first` on and before `last`; for the others see `recording.record`.
 
         Args:
-            first: As above.
-            last: As above.
-            known: As for `recording.record`.
             spans: The first and the last one.
-            places: As for `recording.record`.
             buffers: Of a pass that offloads activations: identities of the pinned allocations that whoever replays it
                 gives to `pin`.
-            left_out: As for `recording.record`.
-            ignores_unknown: As for `recording.record`.
         """
         return record(
             self.log.events[first:last],
@@ -215,7 +208,6 @@ class Repeater:
         """Lets the events of a recording happen again: the allocator gets the same requests and frees.
 
         Args:
-            recording: What happens.
             modules: The codes of the layer's modules, by place.
             forward: The forward pass of a backward pass.
             others: What stands for the roles that neither of the two allocated.
@@ -357,8 +349,6 @@ def _blocks_of(
     """Returns the blocks of storages by their numbers, or `NO_BLOCK`.
 
     Args:
-        count: How many numbers there are.
-        by_number: The allocations.
         of_passes: Storages that are roles of replayed passes.
     """
     blocks = np.full(count, NO_BLOCK, dtype=np.int64)

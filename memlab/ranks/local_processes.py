@@ -36,7 +36,6 @@ class LocalProcess:
 
         Args:
             served: ``module:class`` of the object that it makes.
-            variables: Environment variables of the process.
         """
         context = multiprocessing.get_context("forkserver")
         self._connection, other_end = context.Pipe()
@@ -80,7 +79,6 @@ class LocalProcesses:
     """Processes of this machine, for `memlab.ranks.balanced.Balanced`.
 
     Args:
-        number: How many.
         imports: Modules that the server imports before it forks the first process.
     """
 

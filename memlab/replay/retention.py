@@ -123,7 +123,6 @@ class Retention:
         """Drops what is not allocated any more.
 
         Args:
-            unit: Of this unit.
             by_pass: Whether the unit's own pass has freed it.
         """
         for each in self.of(unit) if by_pass else ():

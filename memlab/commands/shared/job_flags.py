@@ -14,7 +14,6 @@ def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = T
     """Declares how a job's file is read.
 
     Args:
-        parser: Of the command.
         takes_job: Whether the file is named with ``--job``, and not as the command's own argument.
     """
     parser.set_defaults(values_of_script=None)

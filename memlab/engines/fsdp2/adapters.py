@@ -105,7 +105,6 @@ class PeftParameter(torch.nn.Module):
     Args:
         base_layer: The module, or the wrapper of another of its parameters.
         adapted: Which parameter it is, and the sizes of its adapter.
-        lora: The adapters' options.
     """
 
     def __init__(self, base_layer: Any, adapted: AdaptedParameter, lora: LoRA) -> None:

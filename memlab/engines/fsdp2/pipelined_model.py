@@ -35,7 +35,6 @@ class PipelinedModel(ShardedModel):
 
     Args:
         scenario: What to build, with more than one pipeline stage.
-        place: What follows from where it is built.
     """
 
     def __init__(self, scenario: Scenario, place: BackendKind) -> None:

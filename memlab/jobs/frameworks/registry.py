@@ -102,7 +102,6 @@ def table_of(name: str, values: dict[str, Any]) -> Framework:
     """Returns the table of a framework for the engine that a job chooses.
 
     Args:
-        name: The framework's.
         values: Of the job, by key.
     """
     return next((one for chooses, one in _OF_OTHER_ENGINES.get(name, ()) if chooses(values)), TABLES[name])
@@ -122,7 +121,6 @@ def framework_named(name: str, others: Iterable[str] = ()) -> Framework:
     """Returns the framework of a name.
 
     Args:
-        name: The framework's.
         others: Names that the caller takes too.
 
     Raises:

@@ -189,7 +189,6 @@ def complete_engine(reading: Reading, policy: str, loss: str, chunk: str) -> Non
     """Derives types, shards, adapters, attention and what log-probabilities need, from the keys of `engine_keys`.
 
     Args:
-        reading: Of the job.
         policy: How the keys begin.
         loss: By which key a difference of the loss is named.
         chunk: The key of how many tokens an entropy has at a time, by which it is named.

@@ -30,7 +30,6 @@ def changes_table(result: CaseResult, most: int | None = _SHOWN_DIFFERENCES) -> 
     """Writes one row per changed metric, the settings of each record in them, and what else changed.
 
     Args:
-        result: A case.
         most: The maximum number of rows; None writes all.
     """
     if not result.differences:

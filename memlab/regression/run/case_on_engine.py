@@ -57,9 +57,6 @@ def run_on_engine(
         on_progress: Called with one line for each cell that begins.
         on_start: Called with each engine on which the case begins.
 
-    Returns:
-        The folder of the run.
-
     Raises:
         LabFailedError: If the run did not come to its end.
         CallLostError: If each engine on which it began was lost.

@@ -124,7 +124,6 @@ def publish(staging: Path, target: Path) -> None:
 
     Args:
         staging: What `staged` gave.
-        target: The run's folder.
     """
     (staging / _ALIVE).unlink(missing_ok=True)
     staging.rename(target)
@@ -134,8 +133,6 @@ def remove_oldest(history: History, keep: int, on_failure: Callable[[str], objec
     """Removes the oldest runs of a suite; it reports a run that cannot be removed. Call it under the lock.
 
     Args:
-        history: The suite's runs.
-        keep: How many of them stay.
         on_failure: Called with one line.
     """
     for run, _ in history[: max(0, len(history) - keep)]:

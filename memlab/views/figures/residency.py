@@ -26,9 +26,6 @@ def residency_figure(audits: Mapping[str, ResidencyAudit]) -> go.Figure:
 
     Args:
         audits: At least one, by the name of its moment.
-
-    Returns:
-        A figure without a fixed width.
     """
     sums = {name: sum(audit.device_bytes(group) for group in GROUPS) for name, audit in audits.items()}
     unit_bytes, unit = binary_unit(max(sums.values()))

@@ -43,7 +43,6 @@ def job_table(job: Job, common: OfAnyModel | None = None) -> str:
     """Returns the report that ``memlab job`` prints.
 
     Args:
-        job: What memlab understood.
         common: What holds for any model, of a job that memlab cannot predict.
     """
     framework = TABLES[job.framework]

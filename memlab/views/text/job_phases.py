@@ -11,7 +11,6 @@ def phases_table(job: JobPhases, peak: PeakRange | None = None) -> str:
     """Returns a row for each phase, and what the host holds.
 
     Args:
-        job: The phases.
         peak: Both ends of the peak of the training step; None if nothing is known only as a bound.
     """
     gpu = "" if job.gpu_memory_bytes is None else f" of {format_bytes(job.gpu_memory_bytes)}"

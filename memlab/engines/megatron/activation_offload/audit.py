@@ -240,7 +240,6 @@ def audit_offload(
     """Compares the bytes that offload should free with those that it freed, at the peak of the step without offload.
 
     Args:
-        live: The model.
         modules: Module names by the code that `Labels` gives autograd nodes.
         saved: What the modules save under the settings of `plain`.
         plain: A steady step without offload.
