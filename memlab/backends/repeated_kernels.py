@@ -56,11 +56,7 @@ class _NotRepeatableError(Exception):
 
 
 class RepeatedKernels:
-    """Calls the fused kernels of a simulated meter.
-
-    Args:
-        is_alone: Whether an operation does nothing beside what its arguments decide.
-    """
+    """Calls the fused kernels of a simulated meter; `is_alone` says whether only its arguments decide what one does."""
 
     _shared: ClassVar[dict[Any, _Done | None]] = {}
     """Of all labs of this process, by function and arguments; None for a call that cannot be repeated."""

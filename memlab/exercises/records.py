@@ -69,11 +69,7 @@ class Check(Goals):
         return self._below(what, now, num_bytes, hint)
 
     def activation_peak_below(self, num_bytes: int, hint: str = "") -> Self:
-        """Requires `activation_peak_bytes` below a number of bytes.
-
-        Args:
-            hint: As for `peak_below`.
-        """
+        """Requires `activation_peak_bytes` below a number of bytes; `hint` is as for `peak_below`."""
         hint = self._no_effect() or self._start_fell() or self._keeps_more(hint) or hint or self._largest()
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, hint)
 
@@ -253,11 +249,7 @@ class Check(Goals):
         return self.goal(False, what, hint)
 
     def with_state(self, **options: object) -> Self:
-        """Requires some options of the training state.
-
-        Args:
-            **options: Fields of `TrainingState` with the value that each must have.
-        """
+        """Requires fields of `TrainingState`, each with the value that it must have."""
         state = self._record.scenario.state
         for name, needed in options.items():
             value = getattr(state, name)

@@ -33,11 +33,7 @@ class StepEndedEarly(Exception):  # noqa: N818  # what happened
 
 
 class Rank:
-    """Holds the lab of one rank, and calls its methods.
-
-    Args:
-        report: Sends what it is given to the notebook.
-    """
+    """Holds the lab of one rank, and calls its methods; `report` sends what it is given to the notebook."""
 
     def __init__(self, report: Callable[[Any], None]) -> None:
         self._report = report

@@ -184,11 +184,7 @@ def _simulated_lab(scenario: Scenario, backend: str | Backend, *, replay: bool) 
 
 
 class Predictor:
-    """Predicts steps on a simulated lab that stays open: the object that a process of a search serves.
-
-    Args:
-        report: Not used; steps of a search report no progress.
-    """
+    """Predicts steps on a simulated lab that stays open, for a process of a search; it reports no progress."""
 
     def __init__(self, report: Callable[[Any], None] = lambda _: None) -> None:
         del report

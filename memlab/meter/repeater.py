@@ -47,11 +47,7 @@ class Repeater:
         self._found, self._finished = Found.now(live), None
 
     def step_ended(self, columns: npt.NDArray[np.int64], numbers: dict[int, int]) -> None:
-        """Notes a step that may be repeated.
-
-        Args:
-            numbers: The numbers of its storages, by the identity of their allocations.
-        """
+        """Notes a step that may be repeated; its storages have their numbers by the identity of their allocations."""
         self._finished = None if self.memory.is_special else FinishedStep(columns, numbers, self.log.opening)
 
     @property
@@ -346,11 +342,7 @@ def _blocks_of(
     by_number: Mapping[int, StorageAllocation],
     of_passes: Mapping[int, tuple[Replay, int]] = MappingProxyType({}),
 ) -> npt.NDArray[np.int64]:
-    """Returns the blocks of storages by their numbers, or `NO_BLOCK`.
-
-    Args:
-        of_passes: Storages that are roles of replayed passes.
-    """
+    """Returns the blocks of storages by their numbers, or `NO_BLOCK`; `of_passes` are roles of replayed passes."""
     blocks = np.full(count, NO_BLOCK, dtype=np.int64)
     blocks[list(by_number)] = [each.block for each in by_number.values()]
     blocks[list(of_passes)] = [each.blocks[role] for each, role in of_passes.values()]

@@ -32,11 +32,7 @@ class LocalProcess:
         self._connection: Connection | None = None
 
     def start(self, served: str, variables: dict[str, str]) -> None:
-        """Starts the process.
-
-        Args:
-            served: ``module:class`` of the object that it makes.
-        """
+        """Starts the process, which makes the object ``module:class``."""
         context = multiprocessing.get_context("forkserver")
         self._connection, other_end = context.Pipe()
         arguments = other_end, served, variables, self._log

@@ -244,11 +244,7 @@ class _Adapter(torch.autograd.Function):
 
 
 class _FusedMlp:
-    """Takes the place of an MLP's forward: one function over its three linears.
-
-    Args:
-        mlp: With an adapter at each linear.
-    """
+    """Takes the place of an MLP's forward: one function over its three linears, each with an adapter."""
 
     def __init__(self, mlp: Any) -> None:
         self.mlp = mlp

@@ -99,11 +99,7 @@ def framework_of_keys(keys: Iterable[str]) -> str | None:
 
 
 def table_of(name: str, values: dict[str, Any]) -> Framework:
-    """Returns the table of a framework for the engine that a job chooses.
-
-    Args:
-        values: Of the job, by key.
-    """
+    """Returns the table of a framework for the engine that a job chooses by its values."""
     return next((one for chooses, one in _OF_OTHER_ENGINES.get(name, ()) if chooses(values)), TABLES[name])
 
 

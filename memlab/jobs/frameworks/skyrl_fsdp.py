@@ -102,11 +102,7 @@ _TRAINER = (
 
 
 def engine_keys(policy: str) -> tuple[Key, ...]:
-    """Returns the keys of a worker of FSDP2.
-
-    Args:
-        policy: How they begin, with the dot.
-    """
+    """Returns the keys of a worker of FSDP2; `policy` is how they begin, with the dot."""
     fsdp, kwargs = f"{policy}fsdp_config", f"{policy}model_config_kwargs"
     return (
         Key(f"{kwargs}.num_hidden_layers", "num_layers", WHOLE),

@@ -25,11 +25,7 @@ class _Ended:
 
 
 class CaseOnEngine:
-    """Runs one case at a time: the object that an engine's process serves.
-
-    Args:
-        report: Sends the lines of progress to the nightly.
-    """
+    """Runs one case at a time, and reports its progress to the nightly: the object that an engine's process serves."""
 
     def __init__(self, report: Callable[[Any], None]) -> None:
         self._report = report

@@ -99,11 +99,7 @@ def device_bytes_blocks(moments: Mapping[str, DeviceBytes]) -> list[Block]:
 
 
 def groups_used_blocks(used: Mapping[str, Sequence[str]]) -> list[Block]:
-    """Describes which of parameters, gradients and optimizer state each phase uses.
-
-    Args:
-        used: What `Lab.groups_used` returned: phase to groups.
-    """
+    """Describes which of parameters, gradients and optimizer state each phase uses, by `Lab.groups_used`."""
     rows = [["phase", *GROUPS]]
     rows += [[phase, *("yes" if group in groups else "-" for group in GROUPS)] for phase, groups in used.items()]
     return [Table(rows)]

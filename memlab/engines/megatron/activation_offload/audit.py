@@ -53,11 +53,7 @@ class SavedInRegions:
     @classmethod
     @contextmanager
     def of_block(cls, chunks: Sequence[torch.nn.Module]) -> Iterator[SavedInRegions]:
-        """Counts in the block.
-
-        Args:
-            chunks: The rank's model chunks, in the model's order.
-        """
+        """Counts in the block, of the rank's model chunks in the model's order."""
         counted = cls()
         interface = upstream.FineGrainedActivationOffloadingInterface
         enter, leave = interface.__enter__, interface.__exit__
