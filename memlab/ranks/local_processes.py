@@ -72,11 +72,7 @@ class LocalProcess:
 
 
 class LocalProcesses:
-    """Processes of this machine, for `memlab.ranks.balanced.Balanced`.
-
-    Args:
-        imports: Modules that the server imports before it forks the first process.
-    """
+    """Processes of this machine, for `memlab.ranks.balanced.Balanced`; their server imports modules before a fork."""
 
     def __init__(self, number: int, imports: Sequence[str] = ()) -> None:
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(imports))
