@@ -22,10 +22,10 @@ from memlab.config.training_state import COMPARE_WITH_TEACHER, TrainingState
 from memlab.config.validation import RuleError
 from memlab.engines.megatron.losses import LOSSES, LossFromLogits, _kl_of_largest
 from memlab.engines.megatron.training_step import _beside_cross_entropy
-from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.lab.lab import Lab
 from tests.unit.inside import inside
+from tests.unit.job_files import read_job
 from tests.unit.ranks import on_ranks
 from tests.unit.test_loss_bytes import ROWS, VOCABULARY, bytes_of_logit
 
@@ -395,9 +395,7 @@ _OTHER = f"{_GKD} --lmbda 0 --teacher_model Qwen/Qwen3-32B"
 def test_jobs_of_ms_swift_have_their_teacher(
     text: str, found: tuple[str, str, str | None], missed: dict[str, str], tmp_path: Path
 ) -> None:
-    path = tmp_path / "run.sh"
-    path.write_text(text)
-    job = Job.read(path)
+    job = read_job(text, tmp_path)
     state = job.required()[0].state
     assert (state.loss, state.reference_model, state.teacher_model) == found
     assert {one.key: one.effect for one in job.not_modelled} == missed
@@ -413,9 +411,7 @@ def test_jobs_of_ms_swift_have_their_teacher(
 )
 def test_jobs_of_ms_swift_compare_with_the_largest_logits(text: str, reference: str, tmp_path: Path) -> None:
     """``_compute_teacher_logits`` in swift/megatron/trainers/gkd_trainer.py (3602360)."""
-    path = tmp_path / "run.sh"
-    path.write_text(text)
-    job = Job.read(path)
+    job = read_job(text, tmp_path)
     state = job.required()[0].state
     assert (state.loss, state.reference_model, state.gkd_logits_topk) == ("jsd", reference, 32)
     assert {one.key: one.effect for one in job.not_modelled} == {"rlhf_type": "less"}
@@ -428,8 +424,6 @@ def test_a_written_job_of_ms_swift_has_its_teacher(beside: bool, tmp_path: Path)
     new = written("ms-swift", scenario, MemorySettings())
     assert not {"loss", "reference_model", "teacher_model"} & new.unsaid.keys()
     assert ("add --sft_alpha NUMBER" in new.unsaid.get("lm_loss_beside", "")) == beside
-    path = tmp_path / "run.sh"
-    path.write_text(f"megatron rlhf {' '.join(new.lines)}{' --sft_alpha 0.1' * beside}")
-    again = Job.read(path).required()[0]
+    again = read_job(f"megatron rlhf {' '.join(new.lines)}{' --sft_alpha 0.1' * beside}", tmp_path).required()[0]
     assert again.state == state
     assert (again.seq_length, again.num_microbatches) == (1024, 2)
