@@ -744,7 +744,10 @@ def test_the_line_of_an_error_is_quoted(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_a_list_of_buffers_that_is_taken_for_a_buffer_gets_a_hint(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     body = "for buffer in [model.buffers, model.expert_parallel_buffers]: buffer.grad_data.storage().resize_(0)"
     assert not check((function(body, "model"), function(LOAD, "model"))).moves_gradients_of(lab)
-    assert "'list' object has no attribute 'grad_data', in line 2 of your cell. Hint: buffers and expert" in capsys.readouterr().out
+    assert (
+        "'list' object has no attribute 'grad_data', in line 2 of your cell. Hint: buffers and expert"
+        in capsys.readouterr().out
+    )
 
 
 def test_an_error_in_a_release_gets_a_hint_about_a_release(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
