@@ -226,8 +226,6 @@ def _update(
     """Updates a parameter and its states in place, as one kernel (``multi_tensor_adam.cu``).
 
     Args:
-        parameter: Of any type.
-        gradient: Of any type.
         group: With ``step`` counted.
         exp_avg: In fp32, or in bf16; the kernel computes in fp32.
         exp_avg_sq: Of the same type.

@@ -190,9 +190,6 @@ def _made(one: _New) -> torch.Tensor:
 def _key_of(values: Iterable[Any], tensors: list[torch.Tensor]) -> list[Any]:
     """Returns what of arguments decides about a call.
 
-    Args:
-        tensors: Gets the tensors among them.
-
     Raises:
         _NotRepeatableError: For a tensor with values, in host memory, or of which autograd makes a graph, and for what
             is no value.

@@ -319,9 +319,7 @@ class LoRA:
         ``peft/utils.py``). Of ms-swift's two, they share only that which has the linear's split side.
 
         Args:
-            linear: The linear's weight.
             name: Of the linear in the model chunk.
-            model: Of which it is.
             layout: Of the ranks; of Megatron-Bridge's, an expert parallel rank has one adapter for its experts.
         """
         own, (outputs, inputs), count = linear.name.removesuffix(".weight"), linear.shape, linear.num_experts

@@ -193,7 +193,6 @@ def _most_with_cached(
 
     Args:
         passed: The policy's pass, if there is one.
-        frozen: The pass of a reference model.
         start: What is allocated before the first pass and after each.
         beside: What is on the device beside the policy's pass, and beside the training step.
 

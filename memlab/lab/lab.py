@@ -466,8 +466,6 @@ class Lab(Residency, Probes):
 
         Args:
             method: One of `OF_ONE_PROCESS`.
-            *args: Its arguments.
-            **kwargs: Its named arguments.
 
         Returns:
             The answers, in the order of the ranks; for a lab without `ranks`, a list with one answer.

@@ -291,7 +291,6 @@ def front_of(
     Args:
         base: What each setting does at least.
         workers: They predict. How many there are does not change the result.
-        say: Called with each line of progress.
         **options: As `memlab.fitting.search.search` takes them.
     """
     known: list[Likely] = [lambda: iter(())]

@@ -196,9 +196,6 @@ def columns_of(
     """Returns the columns of `timeline_of`.
 
     Args:
-        opening: As for `timeline_of`.
-        events: As for `timeline_of`.
-        started: As for `timeline_of`.
         marks: Places among the events.
 
     Returns:

@@ -246,7 +246,6 @@ def require_free(labels: Labels, *, whole_process: bool) -> None:
 
     Args:
         labels: Those of who asks.
-        whole_process: As for `labelled_by`.
 
     Raises:
         ValueError: If others are those of the whole process, or these are to be and there are others.

@@ -92,7 +92,6 @@ class Repeater:
 
         Args:
             positions: Where periods begin, the last one now; at least two periods have ended.
-            times: How many periods are inserted.
 
         Returns:
             Whether they were.

@@ -241,7 +241,6 @@ def repeat(
         period: As `repeated_period` returns it.
         columns: The step's rows so far, opening events included.
         ends: Where periods begin, the last one now: rows before, and storages before.
-        times: How many.
         allocator: Is changed.
         blocks: Of all storages, those of the repetitions included, by number, or `NO_BLOCK`; are changed.
         limit_bytes: The device's; None is no limit.

@@ -90,7 +90,6 @@ def has_fused_softmax(dtype: torch.dtype, num_heads: int, tokens: int) -> bool:
     """Whether TE's kernel takes scores of this type and shape (``is_kernel_available``); else torch's, in fp32.
 
     Args:
-        dtype: Of the scores.
         num_heads: Heads of this rank, times sequences of a micro-batch.
         tokens: Of a sequence.
     """

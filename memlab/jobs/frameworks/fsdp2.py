@@ -248,7 +248,6 @@ def take_adapters(
         reading: Of the job; its values have the adapters' other fields, and no rank where there are none.
         key: By which they are named.
         targets: Names or patterns of the linears that have adapters; none is all that are not excluded.
-        excluded: Those that have none.
         lacks: What memlab lacks of these, in phrases.
     """
     values, reasons = reading.values, [*lacks]

@@ -374,9 +374,7 @@ def take_phases(
     Args:
         per_node: Ranks of the training on a node.
         seq_length: Tokens of a row for log-probabilities.
-        rows: Of such a pass.
         is_colocated: Whether the inference engine has the training's GPUs.
-        generates: Whether the job has one.
     """
     values = reading.values
     bucket = values.pop("bucket", None)

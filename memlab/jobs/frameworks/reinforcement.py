@@ -430,7 +430,6 @@ def pack_micro_batch(reading: Reading, key: str) -> None:
 
     Args:
         reading: The job; the number of its sequences and their length are known already.
-        key: The key of the micro-batch.
     """
     rows = reading.values.get("micro_batch_size") or 1
     if rows > 1:
@@ -475,7 +474,6 @@ def refuse_program(reading: Reading, names: str, does: str = "generates") -> Non
 
     Args:
         names: A pattern that the whole name of such a program or module has, without what it lies in.
-        does: What such a program does.
     """
     program = reading.entries.program
     if program is not None and re.search(rf"(^|[./])({names})([.]py)?$", str(program.value)):

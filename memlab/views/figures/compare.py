@@ -177,8 +177,6 @@ def _label_shifts(
     Args:
         drawn: The lines, in the order of the labels.
         labels: The text at each line's peak.
-        end: Where the axis ends.
-        bytes_per_pixel: Of the bytes axis.
     """
     shifts = [0.0] * len(drawn)
     placed: list[tuple[float, float, float]] = []  # left and right as shares of the axis, and pixels above 0 bytes
