@@ -353,13 +353,16 @@ def _take_named_defaults(root: Node, read: list[Path], framework: Framework, ent
     entries.own_files |= {file.name for file in read if own and own in file.as_posix()}
     for default in defaults_of(root.value["defaults"]) if "defaults" in root.value else []:
         stem = Path(default.file or "").stem
-        if stem not in framework.configurations:
+        of_examples = {} if stem in {file.stem for file in read} else framework.examples
+        if stem not in framework.configurations and stem not in of_examples:
             continue
-        for key, value in framework.configurations[stem].items():
+        for key, value in (framework.configurations.get(stem) or of_examples.get(stem, {})).items():
             if key not in entries.by_key:
                 entries.add(key, value, default.line)
         missing = f"the defaults {shortened(default.name)} are not beside"
         entries.warnings = [one for one in entries.warnings if missing not in one]
+        if stem in of_examples:
+            entries.warnings.append(_takes_an_example(f"line {default.line}", default.name, framework))
 
 
 def _script_format(script: Script, path: Path, format_name: str | None) -> tuple[str, Entries]:
@@ -387,7 +390,8 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             _take_files_of_flags(found, command, words, path, entries)
         else:
             entries.environment = dict(command.variables)
-            entries.started_in = _folder_of_program(_program_of(words), script.folders, path)
+            folders = [*script.folders, *_folders_of_modules(command.variables.get("PYTHONPATH", ""))]
+            entries.started_in = _folder_of_program(_program_of(words), folders, path)
             words = _with_flags_as_overrides(words) if found == "automodel" else words
             _take_overrides(words, path, framework, entries)
         if by_file is not None:
@@ -594,6 +598,11 @@ def _take_configuration(
             others += [named[0].parent / named[1] / base.name] if named is not None else []
         others += _of_another_machine(folder, where, base, path)
         base = next((one for one in (base, *others) if _is_file(one)), base)
+        if not entry.is_unknown and not _is_file(base) and base.stem in framework.examples:
+            for key_of_it, value in framework.examples[base.stem].items():
+                entries.add(key_of_it, value, entry.line)
+            entries.warnings.append(_takes_an_example(entry.place, name, framework))
+            continue
         if entry.is_unknown or not _is_file(base):
             entries.warnings.append(
                 f"{entry.place}: the configuration{'' if entry.is_unknown else f' {shortened(name)}'} is not beside "
@@ -601,6 +610,13 @@ def _take_configuration(
             )
             continue
         _take_configuration_file(base, framework, entries)
+
+
+def _takes_an_example(place: str, name: str, framework: Framework) -> str:
+    return (
+        f"{place}: the configuration {shortened(name)} is not beside the job, so memlab takes what it has in "
+        f"{framework.title}'s repository ({framework.source}): put yours there if it is another one"
+    )
 
 
 def _of_another_machine(folder: str, where: Path, base: Path, path: Path) -> list[Path]:
@@ -756,6 +772,15 @@ def _source_of(program: str, path: Path) -> Path | None:
         if _is_file(in_a_checkout):
             return in_a_checkout
     return None
+
+
+def _folders_of_modules(paths: str) -> list[str]:
+    """Returns the ends of the paths in PYTHONPATH, the longest first: their beginnings are those of another machine."""
+    found = []
+    for path in paths.split(":"):
+        parts = [part for part in re.split(f"[/{UNKNOWN}]", path) if re.match(r"\w", part)]
+        found += ["/".join(parts[start:]) for start in range(max(0, len(parts) - 3), len(parts))]
+    return found
 
 
 def _folder_of_program(program: Entry | None, names: list[str], path: Path) -> Path | None:

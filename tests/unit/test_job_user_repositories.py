@@ -728,3 +728,39 @@ def test_liger_of_a_fork_of_skyrl_keeps_less_of_its_policy(section: str, tmp_pat
     )
     found = {one.key: one for one in _read(tmp_path / "run.sh", text).not_modelled if "liger" in one.key}
     assert {key: one.effect for key, one in found.items()} == {f"{section}.use_liger_kernel": "less"}
+
+
+def test_a_configuration_in_the_container_of_nemo_rl_has_what_its_repository_has(tmp_path: Path) -> None:
+    start = "uv run python examples/run_grpo.py --config examples/configs/grpo_math_8B.yaml cluster.num_nodes=2\n"
+    job = _read(tmp_path / "run.sh", start)
+    values = {one.key: one.value for one in job.taken}
+    assert values["policy.model_name"] == "meta-llama/Llama-3.1-8B-Instruct"
+    assert job.scenario is not None
+    assert (job.scenario.seq_length, job.scenario.layout.world_size) == (4096, 16)
+    assert any("takes what it has in NeMo-RL's" in one and "grpo_math_8B.yaml" in one for one in job.warnings)
+
+    base = "/opt/nemo-rl/examples/configs/grpo_math_70B_megatron.yaml"
+    own = f"defaults: {base}\ncluster: {{num_nodes: 4}}\npolicy: {{precision: bfloat16}}\n"
+    job = _read(tmp_path / "own.yaml", own)
+    assert job.scenario is not None
+    assert job.scenario.layout.pipeline_model_parallel_size == 4
+    assert job.scenario.layout.world_size == 32
+    assert any("takes what it has in NeMo-RL's" in one for one in job.warnings)
+
+    # A file of the user's own is taken as it is, whatever its name.
+    (tmp_path / "examples" / "configs").mkdir(parents=True)
+    (tmp_path / "examples" / "configs" / "grpo_math_8B.yaml").write_text(
+        "policy: {model_name: Qwen/Qwen3-4B}\ngrpo: {}\n"
+    )
+    job = _read(tmp_path / "run.sh", start)
+    assert job.scenario is not None
+    assert (job.scenario.architecture.name, job.scenario.layout.world_size) == ("qwen3-4b", 2)
+
+
+@pytest.mark.parametrize("start", ['"<your_path>"/mine_of_verl', "$(pwd)/mine_of_verl", "/home/a/b/mine_of_verl"])
+def test_a_checkout_in_the_path_of_modules_has_the_version(start: str, tmp_path: Path) -> None:
+    _checkout(tmp_path / "mine_of_verl", "0.3.1.dev")
+    (tmp_path / "requirements.txt").write_text("verl==0.4.0\n")
+    (tmp_path / "scripts").mkdir()
+    job = _read(tmp_path / "scripts" / "run.sh", f"export PYTHONPATH={start}:$PYTHONPATH\n" + VERL.format(ROWS))
+    assert any("says verl 0.3.1.dev" in one for one in job.warnings)

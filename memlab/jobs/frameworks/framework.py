@@ -268,6 +268,9 @@ class Framework:
     configurations: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Names of the framework's own configurations, each with the keys whose values are other ones than the defaults of
     `keys`."""
+    examples: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The same of configurations in the framework's repository from which users start jobs; memlab takes these only
+    where the file itself is not there."""
     folder_of_configurations: str = ""
     """Where a checkout has them."""
     configuration_of: dict[str, str] = field(default_factory=dict)

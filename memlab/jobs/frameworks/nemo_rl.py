@@ -756,6 +756,51 @@ def _is_a_job(words: list[str]) -> bool:
     return bool(programs) and (has_keys or ("--config" in words and "examples/" in programs[0]))
 
 
+_OF_8B = {
+    "policy.model_name": "meta-llama/Llama-3.1-8B-Instruct",
+    "policy.train_micro_batch_size": 1,
+    "policy.logprob_batch_size": 4,
+    "policy.max_total_sequence_length": 4096,
+    "grpo.num_prompts_per_step": 64,
+    "grpo.num_generations_per_prompt": 32,
+    "cluster.gpus_per_node": 8,
+}
+_OF_MEGATRON = {"policy.dtensor_cfg.enabled": False, "policy.megatron_cfg.enabled": True}
+_OF_70B = {
+    **_OF_8B,
+    **_OF_MEGATRON,
+    "policy.model_name": "meta-llama/Llama-3.3-70B-Instruct",
+    "policy.logprob_batch_size": 1,
+    "policy.megatron_cfg.tensor_model_parallel_size": 4,
+    "policy.megatron_cfg.pipeline_model_parallel_size": 4,
+    "policy.make_sequence_length_divisible_by": 4,
+    "policy.generation.vllm_cfg.tensor_parallel_size": 8,
+    "cluster.num_nodes": 8,
+}
+_OF_30B = {
+    **_OF_8B,
+    **_OF_MEGATRON,
+    "policy.model_name": "Qwen/Qwen3-30B-A3B",
+    "policy.megatron_cfg.tensor_model_parallel_size": 2,
+    "policy.megatron_cfg.expert_model_parallel_size": 8,
+    "policy.megatron_cfg.sequence_parallel": True,
+    "policy.megatron_cfg.env_vars.PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
+    "policy.sequence_packing.enabled": False,
+    "policy.make_sequence_length_divisible_by": 2,
+    "policy.generation.vllm_cfg.tensor_parallel_size": 4,
+    "policy.generation.vllm_cfg.gpu_memory_utilization": 0.7,
+    "cluster.num_nodes": 8,
+}
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "grpo_math_1B": {},
+    "grpo_math_1B_megatron": _OF_MEGATRON,
+    "grpo_math_8B": _OF_8B | {"policy.logprob_batch_size": 2},
+    "grpo_math_8B_megatron": _OF_8B | _OF_MEGATRON | {"policy.megatron_cfg.pipeline_model_parallel_size": 2},
+    "grpo_math_70B_megatron": _OF_70B,
+    "grpo_math_qwen30ba3b_megatron": _OF_30B,
+}
+"""``examples/configs`` of 7ea279ab, beside the defaults of the keys, which are those of grpo_math_1B.yaml."""
+
 NEMO_RL = Framework(
     name="nemo-rl",
     title="NeMo-RL",
@@ -802,4 +847,5 @@ NEMO_RL = Framework(
     ),
     cannot_write_of=cannot_write,
     render=yaml_lines,
+    examples=EXAMPLES,
 )
