@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from itertools import pairwise, takewhile
 from pathlib import Path
@@ -129,6 +130,11 @@ def _of_script(
 _HYDRA_MAIN = re.compile(
     r"@hydra\.main\(\s*config_path=[\"']([^\"']{1,200})[\"'],\s*config_name=[\"']([\w-]{1,100})[\"']"
 )
+
+_HYDRA_MAIN_ELSEWHERE = re.compile(
+    r"@hydra\.main\(\s*config_path=[^\"',]{1,200},\s*config_name=[\"']([\w-]{1,100})[\"']"
+)
+_MOST_FILES_SEARCHED = 20_000
 
 
 def is_job(words: list[str]) -> bool:
@@ -523,6 +529,9 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
         return None
     entries.warnings.append(f"line {command.line}: the script starts {file.name}, and memlab reads the job of that one")
     entries.causes[:0] = script.causes
+    entries.environment = {
+        one: text for one, text in command.variables.items() if one in variables
+    } | entries.environment
     _without_own_arguments(command, entries.warnings)
     return name, entries
 
@@ -598,18 +607,23 @@ def _take_configuration(
             others += [named[0].parent / named[1] / base.name] if named is not None else []
         others += _of_another_machine(folder, where, base, path)
         base = next((one for one in (base, *others) if _is_file(one)), base)
-        if not entry.is_unknown and not _is_file(base) and base.stem in framework.examples:
-            for key_of_it, value in framework.examples[base.stem].items():
-                entries.add(key_of_it, value, entry.line)
-            entries.warnings.append(_takes_an_example(entry.place, name, framework))
-            continue
         if entry.is_unknown or not _is_file(base):
-            entries.warnings.append(
-                f"{entry.place}: the configuration{'' if entry.is_unknown else f' {shortened(name)}'} is not beside "
-                "the script, so memlab takes the framework's own defaults: put it there, or give its keys with --set"
-            )
+            _take_missing_configuration(name, entry, framework, entries)
             continue
         _take_configuration_file(base, framework, entries)
+
+
+def _take_missing_configuration(name: str, entry: Entry, framework: Framework, entries: Entries) -> None:
+    """Says that a configuration is missing, and takes what the one of its name in the framework's repository has."""
+    example = None if entry.is_unknown else framework.examples.get(Path(name).stem)
+    for key, value in (example or {}).items():
+        entries.add(key, value, entry.line)
+    entries.warnings.append(
+        _takes_an_example(entry.place, name, framework)
+        if example is not None
+        else f"{entry.place}: the configuration{'' if entry.is_unknown else f' {shortened(name)}'} is not beside the "
+        "script, so memlab takes the framework's own defaults: put it there, or give its keys with --set"
+    )
 
 
 def _takes_an_example(place: str, name: str, framework: Framework) -> str:
@@ -756,8 +770,29 @@ def _named_for_hydra(
     source = source or _source_of(str(program.value), path)
     if _is_of(framework, program) and (source is None or not framework.has_earlier_configurations(source)):
         return None
-    found = None if source is None else _HYDRA_MAIN.search(_text(source)[0])
-    return None if source is None or found is None else (source, found[1], found[2])
+    if source is None:
+        return None
+    if (found := _HYDRA_MAIN.search(_text(source)[0])) is not None:
+        return source, found[1], found[2]
+    if (elsewhere := _HYDRA_MAIN_ELSEWHERE.search(_text(source)[0])) is None:
+        return None
+    folder = _folder_of_the_only(f"{elsewhere[1]}.yaml", source)
+    return None if folder is None else (source, os.path.relpath(folder, source.parent), elsewhere[1])
+
+
+def _folder_of_the_only(name: str, source: Path) -> Path | None:
+    """Returns the folder of the one file of a name in a program's repository, whose source calculates the folder."""
+    top = source.parent
+    while (top / "__init__.py").is_file():
+        top = top.parent
+    found, count = [], 0
+    for folder, folders, files in os.walk(top):
+        folders[:] = sorted(one for one in folders if not one.startswith((".", "_")) and one != "node_modules")
+        found += [Path(folder)] if name in files else []
+        count += len(files)
+        if count > _MOST_FILES_SEARCHED:
+            return None
+    return found[0] if len(found) == 1 else None
 
 
 def _source_of(program: str, path: Path) -> Path | None:

@@ -660,7 +660,9 @@ def _why_not_alone(model: OtherModel, framework: Framework) -> str:
     return ", beside which memlab predicts a language model with Megatron only"
 
 
-_OF_A_RUN = re.compile(r"(^|[._])((experiment|run|exp|project|wandb)_name|save|model_path|ckpt_path)$")
+_OF_A_RUN = re.compile(
+    r"(^|[._])((experiment|run|exp|project|wandb)_name|save|model_path|ckpt_path|pretrained_checkpoint)$"
+)
 
 
 def _language_model(model: OtherModel | None, framework: Framework, reading: Reading) -> Architecture | None:

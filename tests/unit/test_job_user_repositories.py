@@ -764,3 +764,44 @@ def test_a_checkout_in_the_path_of_modules_has_the_version(start: str, tmp_path:
     (tmp_path / "scripts").mkdir()
     job = _read(tmp_path / "scripts" / "run.sh", f"export PYTHONPATH={start}:$PYTHONPATH\n" + VERL.format(ROWS))
     assert any("says verl 0.3.1.dev" in one for one in job.warnings)
+
+
+def test_a_variable_that_only_the_starting_script_reads_can_be_given(tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text(VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B $@"))
+    (tmp_path / "run.sh").write_text("set -u\nbash job.sh data.max_prompt_length=$TOKENS\n")
+    assert any("unless TOKENS is set" in one for one in Job.read(tmp_path / "run.sh").causes)
+    job = Job.read(tmp_path / "run.sh", overrides=["TOKENS=100"])
+    assert not job.causes
+    assert {one.key: one.value for one in job.taken}["data.max_prompt_length"] == 100
+    with pytest.raises(ValueError, match="--set has the key 'TOKEN'"):
+        Job.read(tmp_path / "run.sh", overrides=["TOKEN=100"])
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_only_configuration_of_a_name_is_that_of_a_program_that_calculates_its_folder(
+    number: int, tmp_path: Path
+) -> None:
+    source = tmp_path / "mine" / "trainers" / "main.py"
+    source.parent.mkdir(parents=True)
+    for folder in (source.parent, source.parent.parent):
+        (folder / "__init__.py").write_text("")
+    source.write_text(
+        '@hydra.main(config_path=str(ROOT), config_name="own", version_base=None)\ndef main(config): ...\n'
+    )
+    for folder in ("a", "b")[:number]:
+        (tmp_path / "configs" / folder).mkdir(parents=True)
+        (tmp_path / "configs" / folder / "own.yaml").write_text(DEFAULTS)
+    job = _read(tmp_path / "run.sh", f"python3 -m mine.trainers.main actor_rollout_ref.rollout.name=vllm {ROWS}\n")
+    assert {one.key: one.value for one in job.taken}["trainer.n_gpus_per_node"] == (4 if number == 1 else 8)
+    assert any("may have a configuration of its own" in one for one in job.warnings) is (number == 2)
+
+
+@pytest.mark.parametrize(("tokens", "is_said"), [(64, False), (100, False), (300, True)])
+def test_prompts_of_the_rollout_that_are_longer_than_the_datas_are_said(
+    tokens: int, is_said: bool, tmp_path: Path
+) -> None:
+    words = (
+        f"{ROWS} data.max_prompt_length=100 data.max_response_length=28 actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"
+    )
+    job = _read(tmp_path / "run.sh", VERL.format(f"{words} actor_rollout_ref.rollout.prompt_length={tokens}"))
+    assert any(f"prompt_length is {tokens}, and data.max_prompt_length 100" in one for one in job.warnings) is is_said

@@ -246,6 +246,13 @@ def note_lengths(reading: Reading) -> None:
                 f"{entry.place}: {key} is null, so the job's own program decides it: memlab takes other lengths in its "
                 f"place; give --set {key}=TOKENS"
             )
+    of_data, of_rollout = (reading.get(f"{one}prompt_length") for one in ("data.max_", f"{_ROLLOUT}."))
+    if is_number(of_data) and is_number(of_rollout) and of_data < of_rollout:
+        reading.warnings.append(
+            f"{_ROLLOUT}.prompt_length is {of_rollout:,}, and data.max_prompt_length {of_data:,}: memlab takes prompts "
+            f"of {of_rollout:,} tokens, up to which tools may fill them; where none is longer than the data's, give --set "
+            f"{_ROLLOUT}.prompt_length={of_data}"
+        )
 
 
 def take_turns(reading: Reading) -> None:
