@@ -249,8 +249,8 @@ def note_lengths(reading: Reading) -> None:
     if is_number(of_data) and is_number(of_rollout) and of_data < of_rollout:
         reading.warnings.append(
             f"{_ROLLOUT}.prompt_length is {of_rollout:,}, and data.max_prompt_length {of_data:,}: memlab takes prompts "
-            f"of {of_rollout:,} tokens, up to which tools may fill them; where none is longer than the data's, give --set "
-            f"{_ROLLOUT}.prompt_length={of_data}"
+            f"of {of_rollout:,} tokens, up to which tools may fill them; where none is longer than the data's, give "
+            f"--set {_ROLLOUT}.prompt_length={of_data}"
         )
 
 
