@@ -135,6 +135,7 @@ _HYDRA_MAIN_ELSEWHERE = re.compile(
     r"@hydra\.main\(\s*config_path=[^\"',]{1,200},\s*config_name=[\"']([\w-]{1,100})[\"']"
 )
 _MOST_FILES_SEARCHED = 20_000
+_AT_THE_TOP = (".git", "pyproject.toml", "setup.py")
 
 
 def is_job(words: list[str]) -> bool:
@@ -604,13 +605,22 @@ def _take_configuration(
         # A name alone says no folder, so that a file above the script may be another job's.
         others = [up / where for up in path.absolute().parents] if key == "config" or len(where.parts) > 1 else []
         if key == "config_name" and "config_path" not in flags.by_key:
-            others += [named[0].parent / named[1] / base.name] if named is not None else []
+            others += [_file_of_a_name(base.name, named, path)]
         others += _of_another_machine(folder, where, base, path)
         base = next((one for one in (base, *others) if _is_file(one)), base)
         if entry.is_unknown or not _is_file(base):
             _take_missing_configuration(name, entry, framework, entries)
             continue
         _take_configuration_file(base, framework, entries)
+
+
+def _file_of_a_name(name: str, named: tuple[Path, str, str] | None, path: Path) -> Path:
+    """Returns a configuration in the folder that the program's source names, or the only one in the repository."""
+    if named is not None:
+        return named[0].parent / named[1] / name
+    top = next((up for up in path.absolute().parents if any((up / one).exists() for one in _AT_THE_TOP)), None)
+    folder = None if top is None else _folder_of_the_only(name, top)
+    return path.parent / name if folder is None else folder / name
 
 
 def _take_missing_configuration(name: str, entry: Entry, framework: Framework, entries: Entries) -> None:
@@ -776,15 +786,15 @@ def _named_for_hydra(
         return source, found[1], found[2]
     if (elsewhere := _HYDRA_MAIN_ELSEWHERE.search(_text(source)[0])) is None:
         return None
-    folder = _folder_of_the_only(f"{elsewhere[1]}.yaml", source)
-    return None if folder is None else (source, os.path.relpath(folder, source.parent), elsewhere[1])
-
-
-def _folder_of_the_only(name: str, source: Path) -> Path | None:
-    """Returns the folder of the one file of a name in a program's repository, whose source calculates the folder."""
     top = source.parent
     while (top / "__init__.py").is_file():
         top = top.parent
+    folder = _folder_of_the_only(f"{elsewhere[1]}.yaml", top)
+    return None if folder is None else (source, os.path.relpath(folder, source.parent), elsewhere[1])
+
+
+def _folder_of_the_only(name: str, top: Path) -> Path | None:
+    """Returns the folder of the one file of a name below another one; None where there are several, or none."""
     found, count = [], 0
     for folder, folders, files in os.walk(top):
         folders[:] = sorted(one for one in folders if not one.startswith((".", "_")) and one != "node_modules")

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from memlab.jobs.any_model import of_any_model
 from memlab.jobs.job import Job
+from memlab.views.text.job import job_table
 
 DECORATOR = '@hydra.main(config_path="config", config_name="ppo_trainer", version_base=None)\ndef main(config): ...\n'
 DEFAULTS = """\
@@ -805,3 +807,44 @@ def test_prompts_of_the_rollout_that_are_longer_than_the_datas_are_said(
     )
     job = _read(tmp_path / "run.sh", VERL.format(f"{words} actor_rollout_ref.rollout.prompt_length={tokens}"))
     assert any(f"prompt_length is {tokens}, and data.max_prompt_length 100" in one for one in job.warnings) is is_said
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_named_configuration_of_a_program_that_is_not_there_is_the_only_one_of_its_repository(
+    number: int, tmp_path: Path
+) -> None:
+    (tmp_path / ".git").mkdir()
+    for folder in ("a", "b")[:number]:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.yaml").write_text(DEFAULTS)
+    (tmp_path / "scripts").mkdir()
+    text = f"python3 -m recipe.mine.main --config-name=own actor_rollout_ref.rollout.name=vllm {ROWS}\n"
+    job = _read(tmp_path / "scripts" / "run.sh", text)
+    assert {one.key: one.value for one in job.taken}["trainer.n_gpus_per_node"] == (4 if number == 1 else 8)
+    assert any("the configuration 'own' is not beside" in one for one in job.warnings) is (number == 2)
+
+
+def test_a_report_names_what_memlab_does_not_know_once_and_the_keys_of_configurations_by_section(
+    tmp_path: Path,
+) -> None:
+    many = "".join(f"  key{number}: 1\n" for number in range(9))
+    (tmp_path / "verl_own.yaml").write_text(f"{DEFAULTS}own_section:\n{many}")
+    start = f"python3 -m mine.main --config-path=. --config-name=verl_own {ROWS} own_section.key0=2 another.key=1"
+    file = tmp_path / "run.sh"
+    job = _read(file, f"{start} actor_rollout_ref.rollout.name=vllm actor_rollout_ref.model.path=x/own\n")
+    text = job_table(job, of_any_model(job, lambda model: Job.read(file, architecture=model)))
+    assert "of any model" in text
+    assert text.count("another.key") == 1
+    assert text.count("own_section.key0") == 1
+    assert "8 of own_section, such as own_section.key1" in text
+    for warning in job.warnings:
+        assert text.count(warning) == 1
+
+
+def test_one_head_of_keys_and_values_of_a_fork_is_said(tmp_path: Path) -> None:
+    sizes = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 64 --micro-batch-size 1"
+    )
+    for kind, effects in (("multiquery", ["less"]), ("multihead", [])):
+        job = _read(tmp_path / "run.sh", f"python pretrain_gpt.py {sizes} --attention-head-type {kind}\n")
+        assert [one.effect for one in job.not_modelled if one.key == "attention_head_type"] == effects
