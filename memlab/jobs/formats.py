@@ -844,6 +844,7 @@ def _take_file_for_flags(path: Path, entries: Entries) -> None:
     kept = {key: flags[key] for key in ("nnodes", "nproc_per_node") if key in flags}
     dropped = [f"--{key.replace('_', '-')}" for key in flags if key not in kept and key != "yaml_cfg"]
     entries.by_key = own.of_file(Path(name).name).by_key | kept
+    entries.file_for_flags = Path(name).name
     entries.warnings.append(
         f"{named.place}: with --yaml-cfg Megatron-LM reads {Path(name).name} in place of all flags"
         + (f", so these change nothing: {', '.join(dropped)}" if dropped else "")

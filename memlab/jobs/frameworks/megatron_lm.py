@@ -302,6 +302,9 @@ def check_arguments(reading: Reading) -> None:
         CannotStartError: If one refuses the job.
     """
     values = reading.values
+    if reading.entries.file_for_flags:
+        check_flags(reading)
+        return
     for name, instead in _NO_LONGER_TAKEN.items():
         if reading.get(name):
             raise CannotStartError(
