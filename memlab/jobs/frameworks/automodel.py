@@ -167,7 +167,11 @@ _DISTRIBUTED = (
     Key(f"{_POLICY}.reduce_dtype", "reduced", LONG_DTYPE, "fp32"),
 )
 _OF_DIFFUSION = (
-    *(replace(key, name=f"fsdp{key.name.removeprefix('distributed')}", default=ABSENT) for key in _DISTRIBUTED),
+    *(
+        replace(key, name=f"fsdp{key.name.removeprefix('distributed')}", default=ABSENT)
+        for key in _DISTRIBUTED
+        if "policy" not in key.name
+    ),
     Key("fsdp.cpu_offload", "fsdp_cpu_offload", SWITCH),
     Key("fsdp.reduce_dtype", "reduced", LONG_DTYPE),
 )

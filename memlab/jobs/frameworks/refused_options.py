@@ -373,6 +373,13 @@ def _has_local_graphs_of_layers(job: Reading) -> bool:
     return _value(job, "cuda_graph_impl") == "local" and not is_other
 
 
+def _saves_or_loads(job: Reading) -> bool:
+    """Whether a job of Megatron-Bridge has a folder of checkpoints, as each of its recipes does (recipes/common.py)."""
+    keys = [f"checkpoint.{name}" for name in ("save", "load")]
+    given = [job.entries.by_key[key].value is not None for key in keys if key in job.entries.by_key]
+    return any(given) or (bool(job.entries.recipe) and len(given) < len(keys))
+
+
 _OF_BRIDGE: tuple[_Rule, ...] = (
     *_OF_RANKS,
     (
@@ -394,7 +401,7 @@ _OF_BRIDGE: tuple[_Rule, ...] = (
     (
         lambda job: (
             any(job.entries.get(f"{section}.use_megatron_fsdp") for section in ("ddp", "dist"))
-            and any(job.entries.get(f"checkpoint.{name}") for name in ("save", "load"))
+            and _saves_or_loads(job)
             and job.entries.get("checkpoint.ckpt_format") != "fsdp_dtensor"
         ),
         "use_megatron_fsdp with checkpoints in another format",
