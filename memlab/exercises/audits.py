@@ -41,8 +41,8 @@ class ResidencyCheck(Goals):
 
     def complains_like(self, other: ResidencyAudit) -> Self:
         """Requires a new audit with the complaints of another one, to the byte."""
-        if self._audit is other:
-            what = "this is the job's audit itself, must be an audit of your own"
+        if self._audit.number == other.number:
+            what = "this is the job's audit itself or a copy of it, must be an audit of your own"
             return self.goal(False, what, "reproduce the error: change only the marked line")
         if self._audit.complaints == other.complaints:
             return self.goal(True, f"the same complaint, {other}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from decimal import Decimal
@@ -450,9 +451,11 @@ WRONG_SYNCS = {
     "two hand overs": (SYNC.replace("trainer.hand_over()\n", "trainer.hand_over()\ntrainer.hand_over()\n"), "hand_over twice"),
     "not a number": (SYNC.replace("return load_seconds,", "return float('nan'),"), "the load took nan s"),
     "torch's own wait": (
-        "raise AssertionError('Torch not compiled with CUDA enabled')", "enabled. Hint: wait with trainer.synchronize()",
+        "raise AssertionError('Torch not compiled with CUDA enabled')", "enabled, in line 2 of your cell. Hint: wait with trainer.synchronize()",
     ),
     "a name that does not exist": ("trainer.reload()", "AttributeError: 'Trainer' object has no attribute 'reload'"),
+    "an error of its own": ("trainer.time()\nraise ValueError('x')", "with param_offload: ValueError: x, in line 3 of your cell"),
+    "an error of Python's": ("float(f'{trainer.time()} s')", "string to float: '1000.000001 s', in line 2 of your cell"),
 }  # fmt: skip
 
 
@@ -728,10 +731,23 @@ def test_functions_that_were_checked_already_are_asked_for_again(capsys: pytest.
         assert "checked already, must get a function. Hint: leave the lines with def as " in capsys.readouterr().out
 
 
+def test_the_line_of_an_error_is_quoted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As in a notebook, where Python knows the source of a cell; the deepest of the reader's own lines is quoted."""
+    lines = ["def seconds_of(answer):", "    return float(answer)", "", "def sync(trainer):", "    seconds_of('fast')"]
+    monkeypatch.setitem(linecache.cache, "cell", (0, None, [f"{line}\n" for line in lines], "cell"))
+    names: dict[str, Any] = {}
+    exec(compile("\n".join(lines), "cell", "exec"), names)  # noqa: S102  # the test's own answer
+    assert not check(names["sync"]).syncs_weights_of(NoModel())
+    assert capsys.readouterr().out.endswith("to float: 'fast', in line 2 of your cell (return float(answer))\n")
+
+
 def test_a_list_of_buffers_that_is_taken_for_a_buffer_gets_a_hint(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     body = "for buffer in [model.buffers, model.expert_parallel_buffers]: buffer.grad_data.storage().resize_(0)"
     assert not check((function(body, "model"), function(LOAD, "model"))).moves_gradients_of(lab)
-    assert "'list' object has no attribute 'grad_data'. Hint: buffers and expert_parallel" in capsys.readouterr().out
+    assert (
+        "'list' object has no attribute 'grad_data', in line 2 of your cell. Hint: buffers and expert"
+        in capsys.readouterr().out
+    )
 
 
 def test_an_error_in_a_release_gets_a_hint_about_a_release(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
