@@ -178,7 +178,7 @@ def verdict_margin(verdict: Verdict, limit_bytes: int, peak: PeakRange) -> str:
             return (
                 f": even the lower end of its peak ({peak}) is short by {format_bytes(peak.lower_bytes - limit_bytes)}"
             )
-        return f": short by {format_bytes(short_bytes)}"
+        return f": short by {format_bytes(short_bytes)} of allocated bytes"
     if peak.is_exact:
         why = ": the step may need more than predicted, and not every free byte can be used"
         less = f', not enough for "fits"{why}' if verdict == "may fit" else ""
