@@ -104,7 +104,7 @@ SLIME = (
             4,
             {"seq_length": 20000, "micro_batch_size": 1},
         ),
-        ("run.sh", SLIME, 2, {"seq_length": 16384, "is_colocated": True, "bucket_bytes": GIB // 2}),
+        ("run.sh", SLIME, 2, {"seq_length": 4096, "is_colocated": True, "bucket_bytes": GIB // 2}),
     ],
 )
 def test_the_budgets_of_training_and_of_log_probabilities_are_read(
