@@ -395,6 +395,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             programs = [Entry("", word.rpartition("/")[2], at) for word, at in command.words if word.endswith(".py")]
             entries.program = programs[-1] if programs else None
             entries.flags_of_program = _flags_after_program(command)
+            _leave_out_flags_of_the_launcher(framework, entries)
             _take_files_of_flags(found, command, words, path, entries)
         else:
             entries.environment = dict(command.variables)
@@ -464,6 +465,13 @@ def _flags_after_program(command: Command) -> frozenset[str]:
     own = Entries()
     read_flags([one for one in command.words[start + 1 :] if not isinstance(one[0], OwnArguments)], own)
     return frozenset(own.by_key)
+
+
+def _leave_out_flags_of_the_launcher(framework: Framework, entries: Entries) -> None:
+    """Drops what stands before a Python program and is no key of the framework, such as ``srun --container-image``."""
+    if entries.program is not None and entries.flags_of_program:
+        for key in [key for key in entries.by_key if key not in entries.flags_of_program and not framework.knows(key)]:
+            del entries.by_key[key]
 
 
 _TRAINS_NOT = re.compile(r"(?i)eval|convert|export|infer|generat|serv|test|data|plot")
@@ -544,6 +552,7 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
         script.causes.insert(0, _reads_only_a_line(command, file.name, "starts no job that memlab can read"))
         return None
     entries.warnings.append(f"line {command.line}: the script starts {file.name}, and memlab reads the job of that one")
+    entries.causes[:0] = script.causes
     _without_own_arguments(command, entries.warnings)
     return name, entries
 

@@ -36,6 +36,7 @@ from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
 from memlab.jobs.frameworks.refused_options import check_core
 from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named, table_of
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
+from memlab.jobs.model_names import lines_of_siblings, models_in
 from memlab.jobs.other_models import OtherModel, of_config, of_sizes, other_model, shown_fields
 from memlab.jobs.validation_passes import note_validation
 
@@ -659,6 +660,9 @@ def _why_not_alone(model: OtherModel, framework: Framework) -> str:
     return ", beside which memlab predicts a language model with Megatron only"
 
 
+_OF_A_RUN = re.compile(r"(^|[._])((experiment|run|exp|project|wandb)_name|save|model_path|ckpt_path)$")
+
+
 def _language_model(model: OtherModel | None, framework: Framework, reading: Reading) -> Architecture | None:
     """Returns the language model of the job's model, where memlab predicts it without the towers beside it."""
     if model is None or framework.engine != "megatron":
@@ -680,11 +684,26 @@ def _own_architecture(reading: Reading) -> Architecture:
         return reading.architecture
     name = reading.values.get("architecture")
     if name is not None and missing_sizes(reading.values):
-        found = architecture_named(str(name), reading.path.parent)
+        found, warning = architecture_named(str(name), reading.path.parent, _names_of_the_run(reading))
+        if warning and warning not in reading.warnings:
+            reading.warnings.append(warning)
         said = {one.field for one in reading.taken if one.place != "default"} - {"num_layers"}
         own = {name: reading.values.get(name) for name in SAID_OF_MODELS if name in said}
         return replace(found, **{name: value for name, value in own.items() if value is not None})
-    return architecture_of(reading.values, reading.path.stem)
+    try:
+        return architecture_of(reading.values, reading.path.stem)
+    except ValueError as error:
+        mentioned = models_in(_names_of_the_run(reading)) if missing_sizes(reading.values) else []
+        if len(mentioned) != 1:
+            raise
+        raise ValueError(f"{error} (the job's names say {mentioned[0]})") from None
+
+
+def _names_of_the_run(reading: Reading) -> list[str]:
+    """Returns the names by which a user calls a job: of its file and of its run."""
+    entries = reading.entries.by_key.items()
+    of_run = [str(one.value) for key, one in entries if _OF_A_RUN.search(key) and isinstance(one.value, str)]
+    return [reading.path.stem, *of_run, *lines_of_siblings(reading.path, str(reading.values.get("architecture") or ""))]
 
 
 def _least_kept(reading: Reading, given: str | Path | Architecture | None) -> dict[str, int]:

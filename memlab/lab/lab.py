@@ -383,7 +383,7 @@ class Lab(Residency, Probes):
         """Takes a pass without gradients, backward and optimizer, as reinforcement learning does for log-probabilities.
 
         Optimizer state is what earlier steps have allocated: before the first training step there are no moments. The
-        pass may take other batches than a training step, as slime's ``--log-probs-max-tokens-per-gpu`` gives it a token
+        pass may take other batches than a training step, as verl's ``log_prob_max_token_len_per_gpu`` gives it a token
         budget of its own. Training goes on with its own workload. Megatron keeps the rotary angles of both sequence
         lengths.
 

@@ -47,9 +47,32 @@ def _balanced(lengths: list[int], budget: int) -> int:
     return min(len(lengths), math.ceil(sum(lengths) / budget))
 
 
+def _shared_by_work(lengths: list[int], rows: int) -> list[int]:
+    """Returns the tokens of rows that the largest differencing method balances by verl's measure of work."""
+    states = [[(24576 * each + each**2, each)] + [(0, 0)] * (rows - 1) for each in lengths]
+    while len(states) > 1:
+        states.sort(key=lambda state: state[0][0] - state[-1][0])
+        one, other = states.pop(), states.pop()
+        states.append(
+            sorted(((a + b, s + t) for (a, s), (b, t) in zip(one, reversed(other), strict=True)), reverse=True)
+        )
+    return [tokens for _, tokens in states[0]]
+
+
+def _balanced_within(lengths: list[int], budget: int) -> int:
+    first = _balanced(lengths, budget)
+    return next(rows for rows in range(first, len(lengths) + 1) if max(_shared_by_work(lengths, rows)) <= budget)
+
+
 @pytest.mark.parametrize(
     ("counted", "packed"),
-    [(by_first_fit, _first_fit), (by_first_fit, _emptiest_first), (by_first_fit, _padded), (by_tokens, _balanced)],
+    [
+        (by_first_fit, _first_fit),
+        (by_first_fit, _emptiest_first),
+        (by_first_fit, _padded),
+        (by_first_fit, _balanced_within),
+        (by_tokens, _balanced),
+    ],
 )
 def test_no_data_fill_more_micro_batches_and_the_longest_sequences_fill_as_many(
     counted: Counting, packed: Callable[[list[int], int], int]
@@ -89,7 +112,7 @@ _STEPS = "generator.step_wise_trajectories=true"
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        (_VERL.format("dp"), (1, 5)),  # 6 sequences of 3,072 tokens on each rank: 18,432 tokens, by 4,096
+        (_VERL.format("dp"), (1, 5)),  # before 0.9.1: 6 sequences of 3,072 tokens on each rank: 18,432 tokens, by 4,096
         (_VERL.format("megatron"), (1, 5)),
         (f"{_VERL.format('megatron')} {_CHUNKS}", (2, 10)),  # 12 sequences: 9 micro-batches, by two stages in turn
         (f"{_SLIME} 4096", (1, 6)),
@@ -109,6 +132,44 @@ def test_a_job_says_how_many_micro_batches_the_data_can_fill(
     assert job.micro_batches == expected
     said = f", {expected[0]} to {expected[1]} in a step, depend"
     assert (said in " ".join(job.warnings)) is (expected != (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("version", "most", "is_warned"), [("0.9.1", 6, False), ("2026-08-20", 5, True), ("before-2026-08-20", 5, True)]
+)
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+def test_a_row_of_verl_can_hold_more_than_its_budget_before_0_9_1(
+    engine: str, version: str, most: int, is_warned: bool, tmp_path: Path
+) -> None:
+    """Six sequences of 3,072 tokens need five rows of 4,096 on average, of which one then holds two sequences."""
+    assert max(_shared_by_work([3072] * 6, 5)) == 6144
+    (tmp_path / "run.sh").write_text(_VERL.format(engine))
+    job = Job.read(tmp_path / "run.sh", version=version)
+    assert job.micro_batches == (1, most)
+    said = [one for one in job.warnings if "more than the budget, such as 6,144 tokens" in one]
+    assert bool(said) is is_warned
+    if is_warned:
+        fuller = Job.read(tmp_path / "run.sh", version=version, overrides=[said[0].rpartition("--set ")[2].split()[0]])
+        assert fuller.required()[0].seq_length == 6144
+
+
+@pytest.mark.parametrize(
+    ("flag", "tokens", "most", "said"),
+    [
+        ("", 4096, 6, None),
+        ("--balance-by-flops", 4096, 5, "more than the budget, such as 6,144 tokens"),
+        ("--balance-by-flops", 6144, 3, "more than the budget, which memlab predicts"),
+        ("--balance-by-flops", 262144, 1, None),
+    ],
+)
+def test_slime_balances_rows_above_the_budget_if_the_job_asks_for_it(
+    flag: str, tokens: int, most: int, said: str | None, tmp_path: Path
+) -> None:
+    script = _SLIME.replace("--global-batch-size 48", "--global-batch-size 6").replace("per-node 8", "per-node 1")
+    (tmp_path / "run.sh").write_text(f"{script} {tokens} {flag}")
+    job = Job.read(tmp_path / "run.sh")
+    assert job.micro_batches == (1, most)
+    assert any((said or "balance_by_flops") in one for one in job.warnings) is (said is not None)
 
 
 def test_steps_of_an_agent_have_no_known_number(tmp_path: Path) -> None:
@@ -371,7 +432,7 @@ def test_a_job_that_only_evaluates_is_refused(name: str, text: str, key: str, tm
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 @pytest.mark.parametrize(
     ("prompts", "tokens", "rows"),
-    [(8, 8 * 3072 // 4, (1, 1)), (64, 16384, (1, 3))],
+    [(8, 8 * 3072 // 4, (1, 1)), (64, 16384, (1, 4))],
 )
 def test_a_step_of_verl_fills_no_more_of_a_budget_than_its_sequences_have(
     engine: str, prompts: int, tokens: int, rows: tuple[int, int], tmp_path: Path

@@ -663,3 +663,68 @@ def test_flags_of_a_program_with_a_configuration_are_overrides_or_named(tmp_path
     (tmp_path / "config.yaml").write_text(NEMO.format("megatron_cfg: {enabled: true}"))
     (tmp_path / "run.sh").write_text("python mine.py --config config.yaml --micro-batch 4\n")
     assert any("does not see what --micro" in one for one in Job.read(tmp_path / "run.sh").warnings)
+
+
+def test_a_script_that_ends_before_it_starts_another_one_says_so_first(tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text(VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"))
+    job = _read(tmp_path / "run.sh", "echo superseded\nexit 3\nbash job.sh\n")
+    assert job.causes[0].startswith("line 2: the script ends here in any case (exit 3)")
+
+
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [
+        ("models/qwen2.5_0.5b/global_step_29/huggingface", "qwen2.5-0.5b"),
+        ("/ckpt/Qwen3-4B-Base/checkpoint-100/", "qwen3-4b"),
+        ("/ckpt/Qwen3-4B/actor", "qwen3-4b"),
+        ("/ckpt/sft/global_step_29/huggingface", None),
+        ("/ckpt/Qwen3-4B/my-own-model", None),
+    ],
+)
+def test_a_checkpoint_below_a_folder_with_a_models_name_is_that_model_and_said(
+    path: str, model: str | None, tmp_path: Path
+) -> None:
+    text = VERL.format(f"{ROWS} actor_rollout_ref.model.path={path}")
+    job = _read(tmp_path / "run.sh", text)
+    assert (None if job.scenario is None else job.scenario.architecture.name) == model
+    assert any("memlab takes" in one and "give --architecture for another" in one for one in job.warnings) is bool(
+        model
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "beside", "said"),
+    [
+        ("run_llama3.2-3b-it.sh", "", "", "llama-3.2-3b"),
+        ("run.sh", "trainer.experiment_name=grpo_Qwen3-4B_lr1e-6", "", "qwen3-4b"),
+        ("run.sh", "", "OUT=./save/sft/\nMODEL_PATH=Qwen/Qwen2.5-3B\n", "qwen2.5-3b"),
+        ("run.sh", "", "OUT=./save/sft_other/\nMODEL_PATH=Qwen/Qwen2.5-3B\n", None),
+        ("run.sh", "trainer.experiment_name=qwen3-4bit", "", None),
+    ],
+)
+def test_a_job_with_a_model_of_no_name_asks_with_what_the_names_around_it_say(
+    file: str, words: str, beside: str, said: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "sft.sh").write_text(beside)
+    job = _read(tmp_path / file, VERL.format(f"{ROWS} {words} actor_rollout_ref.model.path=./save/sft/step_5/actor"))
+    why = job.not_supported or ""
+    assert "a name that memlab does not know" in why
+    assert why.partition("(the job's names say ")[2].partition(")")[0] == (said or "")
+
+
+def test_flags_of_what_launches_megatron_are_no_keys_of_a_job(tmp_path: Path) -> None:
+    sizes = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 64 --micro-batch-size 1"
+    )
+    text = f"srun -l --container-image $IMAGE --mpi pmix python -u pretrain_gpt.py {sizes} --an-own-flag 3\n"
+    assert _named(_read(tmp_path / "run.sh", text)) == {"an_own_flag"}
+
+
+@pytest.mark.parametrize("section", ["trainer", "trainer.policy"])
+def test_liger_of_a_fork_of_skyrl_keeps_less_of_its_policy(section: str, tmp_path: Path) -> None:
+    text = (
+        "python -m skyrl.train.entrypoints.main_base trainer.policy.model.path=Qwen/Qwen3-4B trainer.strategy=fsdp2 "
+        f"trainer.placement.policy_num_gpus_per_node=8 {section}.use_liger_kernel=true trainer.ref.use_liger_kernel=true\n"
+    )
+    found = {one.key: one for one in _read(tmp_path / "run.sh", text).not_modelled if "liger" in one.key}
+    assert {key: one.effect for key, one in found.items()} == {f"{section}.use_liger_kernel": "less"}

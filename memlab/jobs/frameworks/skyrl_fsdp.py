@@ -128,6 +128,7 @@ KEYS = (
     *engine_keys(f"{_POLICY}."),
     Key(f"{_POLICY}.optimizer_config.offload_after_step", "leaves_after_step", SWITCH, True),
 )
+_OF_FORKS_WITH_LIGER = "Liger's norms and MLPs keep less, where a fork loads the model with them"
 WRAPPED = "classes of the job's own choice are sharded by themselves"
 
 
@@ -141,6 +142,7 @@ FRAMEWORK_MISSING = (
     *(row for row in SKYRL.missing if row.name.startswith(("generator.", "trainer.fully_async.", "trainer.override_"))),
     Missing("trainer.mtp.enabled", "more", "the inference engine has a draft model too"),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
+    *(Missing(f"trainer.{of}use_liger_kernel", "less", _OF_FORKS_WITH_LIGER) for of in ("", "policy.")),
     Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
     Missing("trainer.flash_attn", "either", "rows are padded, and attention then has a mask", is_false),
     Missing("trainer.remove_microbatch_padding", "more", "rows are padded, and attention then has a mask", is_false),

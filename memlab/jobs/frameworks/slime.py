@@ -13,6 +13,8 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.adapters import LORA, no_adapters
+from memlab.jobs.frameworks.balanced_rows import warn_of_fuller_rows
+from memlab.jobs.frameworks.budgets import by_first_fit, by_tokens
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs, flags_of
 from memlab.jobs.frameworks.keys import (
     COUNT,
@@ -67,6 +69,7 @@ KEYS = (
     Key("use_dynamic_batch_size", "is_dynamic", SWITCH, False),
     Key("qkv_format", "qkv_format", TEXT, "thd"),
     Key("max_tokens_per_gpu", "tokens_per_rank", COUNT, None),
+    Key("balance_by_flops", "is_balanced", SWITCH, False),
     Key("entropy_coef", "entropy_loss", _IS_NOT_ZERO, False),
     Key("sglang_mem_fraction_static", "engine_share", NUMBER, None),
     Key("rollout_num_gpus_per_engine", "engine_ranks", COUNT, 1),
@@ -127,7 +130,6 @@ FRAMEWORK_MISSING = (
     Missing("rollout_top_p", "more", "a mask and one more copy of the logits leave out what was not sampled from",
             other_than(1)),
     Missing("recompute_loss_function", "less", "the loss is recomputed in backward: fewer copies of the logits stay"),
-    Missing("balance_by_flops", "more", "rows may have more tokens than max_tokens_per_gpu"),
     Missing("debug_rollout_only", "less", "the job generates and does not train", blocks=True, of="job"),
     Missing("train_backend", "either", "memlab predicts this framework's jobs with Megatron only",
             lambda value: value != "megatron", blocks=True, of="job"),
@@ -159,6 +161,7 @@ def complete(reading: Reading) -> None:
     _complete_offload(reading, is_colocated=is_colocated)
     _note_skipped_passes(reading)
     sequences, is_dynamic = _sequences(reading), values.pop("is_dynamic")
+    is_balanced = values.pop("is_balanced")
     tokens = _padded(reading, values.pop("tokens_per_rank"))
     row = (tokens or 0) * (values.get("context_parallel_size") or 1) * is_dynamic
     longest = _longest_sequence(reading, row, sequences)
@@ -166,7 +169,7 @@ def complete(reading: Reading) -> None:
     if is_dynamic and tokens:
         if not removes_padding:
             note_padded_rows(reading, "qkv_format")
-        take_rows(reading, "max_tokens_per_gpu", tokens, longest, sequences)
+        _take_rows(reading, tokens, longest, sequences, is_balanced=is_balanced)
     else:
         given = values.get("seq_length") or _LENGTH
         if not longest:
@@ -201,6 +204,14 @@ def complete(reading: Reading) -> None:
     )
     if not has_engine and reading.rollout is not None and not reading.rollout.computes_log_probabilities:
         reading.rollout = None
+
+
+def _take_rows(reading: Reading, tokens: int, longest: int | None, sequences: int | None, *, is_balanced: bool) -> None:
+    """Takes micro-batches that are filled up to a budget, or balanced (``_pack_step_into_mbs``, dp_schedule.py)."""
+    key = "max_tokens_per_gpu"
+    take_rows(reading, key, tokens, longest, sequences, counted=by_tokens if is_balanced else by_first_fit)
+    if is_balanced:
+        warn_of_fuller_rows(reading, key, tokens, longest, sequences, cause="balance_by_flops")
 
 
 _LENGTH = 4096

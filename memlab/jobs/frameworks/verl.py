@@ -11,8 +11,8 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_number
+from memlab.jobs.frameworks.balanced_rows import take_rows_of_verl
 from memlab.jobs.frameworks.bridge_keys import complete_provider
-from memlab.jobs.frameworks.budgets import by_tokens
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
     ALLOCATOR,
@@ -43,7 +43,6 @@ from memlab.jobs.frameworks.reinforcement import (
     row_of_budget,
     sglang_arguments,
     take_rollout,
-    take_rows,
     take_sequences,
     vllm_arguments,
 )
@@ -365,7 +364,7 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "actor_rollout_ref.model.use_remove_padding")
-        take_rows_of_budget(reading, tokens, longest, prompts * responses)
+        take_rows_of_verl(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, prompts * responses)
         return
     if values.get("micro_batch_size") is None:
         reading.warnings.append(
@@ -374,12 +373,6 @@ def complete(reading: Reading) -> None:
         )
     key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu" if removes_padding else None
     take_sequences(reading, longest, prompts * responses, packed_by=key)
-
-
-def take_rows_of_budget(reading: Reading, tokens: int, longest: int | None, sequences: int | None) -> None:
-    """Takes the micro-batches of the actor, which verl fills up to a budget; see `take_rows`."""
-    key = f"{_ACTOR}.ppo_max_token_len_per_gpu"
-    take_rows(*(reading, key, tokens, longest, sequences), counted=by_tokens, is_refused=True, are_shared_evenly=True)
 
 
 def copies_of_bucket(reading: Reading) -> int:
