@@ -163,13 +163,7 @@ class Fit:
 
 
 def verdict_margin(verdict: Verdict, limit_bytes: int, peak: PeakRange) -> str:
-    """Says by how much a step fits or not, after the words of its verdict.
-
-    Args:
-        verdict: Of the step.
-        limit_bytes: What torch may reserve.
-        peak: Of the step.
-    """
+    """Says by how much a step fits or not, after the words of its verdict."""
     short_bytes = peak.peak_allocated_bytes - limit_bytes
     if verdict == "does not fit":
         if short_bytes <= 0:
@@ -192,9 +186,7 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
     """Says what a verdict on a step is based on, and which routing a prediction assumes.
 
     Args:
-        scenario: Of the step.
         backend: Name of the backend whose step was predicted or measured: ``cpu``, or else a GPU's.
-        is_measured: Whether it was measured.
     """
     if is_measured:
         place = "a GPU" if KINDS[backend].has_allocator else "this CPU; it says nothing about a GPU"
@@ -251,7 +243,6 @@ def judge_step(
         record: A step that finished.
         steps: Takes further steps of the same scenario.
         gpu_memory_bytes: Of the whole GPU.
-        not_modelled: What the step's job does and memlab does not predict.
     """
     outside = outside_torch_of(record.scenario)
     limit_bytes = gpu_memory_bytes - outside.total_bytes
@@ -289,10 +280,7 @@ def with_alternatives(
     """Predicts what would fit, where a step does not.
 
     Args:
-        fit: The verdict on it, by `judge_step`.
-        record: The step.
         steps: As for `judge_step`. A step that they stop ends the search; it and the others were not tried.
-        not_modelled: As for `judge_step`.
         is_allowed: Says which settings may be proposed.
 
     Raises:
@@ -366,7 +354,6 @@ def judge(record: StepRecord, steps: Steps, limit_bytes: int, peak: PeakRange | 
     Args:
         record: Of the step, without a limit.
         steps: Says whether the step completes within a limit.
-        limit_bytes: What torch may hold.
         peak: Both ends of the step's peak; None is that of a step whose job memlab models as a whole.
     """
     if record.status != "ok":

@@ -266,8 +266,6 @@ def _with_defaults(
     """Returns the keys of a file over those of the files that its key ``defaults`` names.
 
     Args:
-        root: What the file contains.
-        path: The file.
         named: Every file that was read so far; those that this one names are appended.
         chain: The files that named this one, each the next.
         package: The mapping that gets the file's keys.
@@ -349,9 +347,7 @@ def _take_named_defaults(root: Node, read: list[Path], framework: Framework, ent
     """Takes what a file's ``defaults`` say where they name one of the framework's own configurations.
 
     Args:
-        root: What the file contains.
         read: The files that its ``defaults`` name and that are there.
-        framework: Whose job it is.
         entries: The keys of all of these files.
     """
     own = framework.folder_of_configurations
@@ -939,8 +935,6 @@ def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node |
 
     Args:
         name: As the command has it.
-        line: Of the command.
-        path: The script.
         entries: They get a warning if the file is not there.
 
     Returns:

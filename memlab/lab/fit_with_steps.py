@@ -122,8 +122,6 @@ def judge_with_steps(session: Session, record: StepRecord, gpu_memory: str | int
     """Compares a step or a pass with a GPU's memory, with further ones of the same model.
 
     Args:
-        session: The model.
-        record: Of the step or the pass.
         gpu_memory: Of the whole GPU, in bytes or as text such as ``"80GiB"``.
         own: The scenario of the further steps or passes, which has to be the record's.
         seconds: For what else would fit, after the verdict: what has not begun then is not tried.

@@ -263,7 +263,6 @@ class Lab(Residency, Probes):
         each option rebuilds.
 
         Args:
-            state: The training state.
             settings: Applied with it; None keeps the current settings.
 
         Returns:
@@ -281,7 +280,6 @@ class Lab(Residency, Probes):
         """Checks a training state that `set_state` or `submit` would be given; changes nothing.
 
         Args:
-            state: The training state.
             settings: The settings with it; None are the current ones.
 
         Raises:

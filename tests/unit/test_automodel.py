@@ -21,6 +21,7 @@ from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.views.text.job import job_table
+from tests.unit.job_files import read_job
 from tests.unit.saved import saved_tensors, storage_bytes
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -64,9 +65,7 @@ def read(folder: Path, changes: str = "", **options: Any) -> Job:
         node[last] = value
         if value is None:
             del node[last]
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
-    return Job.read(path, **options)
+    return read_job(yaml.safe_dump(tree, sort_keys=False), folder, "recipe.yaml", **options)
 
 
 def test_a_recipe_is_the_step_of_each_of_its_ranks(tmp_path: Path) -> None:
@@ -284,8 +283,7 @@ def test_tensor_parallel_ranks_divide_the_others(tmp_path: Path) -> None:
     assert scenario.layout == Layout(data_parallel_size=4, tensor_model_parallel_size=2, sequence_parallel=False)
     assert scenario.num_microbatches == 4
     said = written("automodel", scenario, settings)
-    (tmp_path / "recipe.yaml").write_text("\n".join(said.lines))
-    assert not said.unsaid and Job.read(tmp_path / "recipe.yaml").required()[0] == scenario
+    assert not said.unsaid and read_job("\n".join(said.lines), tmp_path, "recipe.yaml").required()[0] == scenario
 
 
 def test_adapters_beside_tensor_parallel_ranks_are_read(tmp_path: Path) -> None:
@@ -416,8 +414,7 @@ def test_what_is_written_is_read_back(kind: str, settings: MemorySettings, tmp_p
         state=TrainingState(**state, grad_reduce_in_bf16=kind in ("bf16 reduction", "fp32 shards")),
     )
     said = written("automodel", scenario, settings)
-    (tmp_path / "recipe.yaml").write_text("\n".join(said.lines))
-    job = Job.read(tmp_path / "recipe.yaml")
+    job = read_job("\n".join(said.lines), tmp_path, "recipe.yaml")
     assert not said.unsaid and not job.guesses
     read_scenario, read_settings = job.required()
     assert (read_scenario.to_dict() | {"versions": None}, read_settings) == (

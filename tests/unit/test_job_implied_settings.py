@@ -12,6 +12,7 @@ import yaml
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
 from memlab.units import GIB
+from tests.unit.job_files import read_job
 
 SIZES = """--num-layers 32 --hidden-size 3072 --ffn-hidden-size 8192 --num-attention-heads 32 --swiglu
 --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope
@@ -21,8 +22,7 @@ SWIFT = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B --expert_model
 
 
 def read(folder: Path, flags: str, start: str = "torchrun --nproc-per-node 8 pretrain_gpt.py " + SIZES) -> Job:
-    (folder / "run.sh").write_text(f"{start}{flags}\n")
-    return Job.read(folder / "run.sh")
+    return read_job(f"{start}{flags}\n", folder)
 
 
 def missing(job: Job, key: str) -> NotModelled:
@@ -405,8 +405,7 @@ grpo: {num_prompts_per_step: 4}
 
 
 def nemo(folder: Path, *overrides: str) -> Job:
-    (folder / "config.yaml").write_text(NEMO)
-    return Job.read(folder / "config.yaml", overrides=overrides)
+    return read_job(NEMO, folder, "config.yaml", overrides=overrides)
 
 
 @pytest.mark.parametrize(
@@ -443,8 +442,7 @@ def test_log_probabilities_of_nemo_rl_take_the_micro_batch_of_training(tmp_path:
 def test_keys_that_nemo_rl_does_not_read_are_not_taken(tmp_path: Path, key: str) -> None:
     """It gives ``DistributedDataParallelConfig`` five values by name (``_create_megatron_config`` in setup.py)."""
     text = NEMO.replace("defer_fp32", f"distributed_data_parallel_config: {{{key}: 2}}, defer_fp32")
-    (tmp_path / "config.yaml").write_text(text)
-    job = Job.read(tmp_path / "config.yaml")
+    job = read_job(text, tmp_path, "config.yaml")
 
     assert missing(job, f"policy.megatron_cfg.distributed_data_parallel_config.{key}").effect == "unknown"
 
@@ -940,8 +938,7 @@ _EXPERTS = "num_moe_experts: 8, moe_router_topk: 2"
 )
 def test_options_of_megatron_bridge(tmp_path: Path, keys: str, refusal: str | None, named: list[str]) -> None:
     model = _BRIDGE.replace("model: {", f"model: {{{keys}, ")
-    (tmp_path / "run.yaml").write_text(f"{model}train: {{micro_batch_size: 1, global_batch_size: 8}}\n")
-    job = Job.read(tmp_path / "run.yaml")
+    job = read_job(f"{model}train: {{micro_batch_size: 1, global_batch_size: 8}}\n", tmp_path, "run.yaml")
     assert (refusal or "None") in str(job.cannot_start)
     if refusal is None:
         assert [one.key.removeprefix("model.") for one in job.not_modelled if one.place != "default"] == named
@@ -989,8 +986,7 @@ def test_rules_of_megatron_bridge_s_configuration(tmp_path: Path, changes: dict[
     for key, value in changes.items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
-    assert (refusal or "None") in str(Job.read(tmp_path / "run.yaml").cannot_start)
+    assert (refusal or "None") in str(read_job(yaml.safe_dump(tree), tmp_path, "run.yaml").cannot_start)
 
 
 def test_megatron_bridge_wants_weights_to_stay_where_activations_are_offloaded(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from memlab.jobs.any_model import of_any_model
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
+from tests.unit.job_files import read_job
 
 NEMO_RL = """\
 policy:
@@ -35,13 +36,11 @@ SIZES = """--num-layers 32 --hidden-size 3072 --ffn-hidden-size 8192 --num-atten
 
 
 def script(folder: Path, text: str) -> Job:
-    (folder / "run.sh").write_text(text)
-    return Job.read(folder / "run.sh")
+    return read_job(text, folder)
 
 
 def nemo_rl(folder: Path, chunk: str = "null", deferred: str = "true", speculative: str = "null") -> Job:
-    (folder / "job.yaml").write_text(NEMO_RL.format(chunk=chunk, deferred=deferred, speculative=speculative))
-    return Job.read(folder / "job.yaml")
+    return read_job(NEMO_RL.format(chunk=chunk, deferred=deferred, speculative=speculative), folder, "job.yaml")
 
 
 def effects(job: Job) -> dict[str, NotModelled]:
@@ -380,9 +379,7 @@ def test_slimes_training_in_4_bits_is_named_wherever_its_variable_is_set(variabl
     ],
 )
 def test_a_sequence_above_the_budget_of_a_row_is_a_row_of_its_own(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.sh"
-    path.write_text(text)
-    job = Job.read(path)
+    job = read_job(text, tmp_path)
     assert job.scenario is not None, (job.cannot_start, job.not_supported)
     assert job.scenario.seq_length >= 32768
     assert any("the longest sequence has" in warning for warning in job.warnings)

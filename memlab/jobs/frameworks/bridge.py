@@ -432,7 +432,6 @@ def _complete_adapters(reading: Reading, *, knows_recipe: bool) -> None:
     """Takes the adapters of the section ``peft``, with the defaults of Megatron-Bridge's ``LoRA``.
 
     Args:
-        reading: Of the job.
         knows_recipe: Whether memlab knows what the recipe says of them: most recipes have other values than the class.
     """
     kind, values = reading.get("peft"), reading.values

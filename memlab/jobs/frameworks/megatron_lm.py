@@ -278,12 +278,7 @@ def complete(reading: Reading) -> None:
 
 
 def warn_of_offload(reading: Reading, title: str) -> None:
-    """Warns of offloaded activations beside which Transformer Engine offloads weights too.
-
-    Args:
-        reading: Of the job.
-        title: Of the framework.
-    """
+    """Warns of offloaded activations beside which Transformer Engine offloads weights too."""
     name, entries = "NVTE_CPU_OFFLOAD_V1", reading.entries
     of_file = (entries.get(f"{section}.{name}") for section in ("env_vars", "ENV_VARS"))
     if reading.values.get("fine_grained_activation_offloading") and "1" not in (
@@ -495,7 +490,6 @@ def check_backend(reading: Reading, default: str) -> None:
     ``local`` are all 0.
 
     Args:
-        reading: The job.
         default: The framework's backend if the job gives none.
 
     Raises:

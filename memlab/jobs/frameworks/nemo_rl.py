@@ -385,13 +385,11 @@ def take_phases(
     """Takes what the job does between training steps.
 
     Args:
-        reading: Of the job.
         per_node: Ranks of the training on a node.
         seq_length: Tokens of a row for log-probabilities.
         rows: Of such a pass.
         is_colocated: Whether the inference engine has the training's GPUs.
         generates: Whether the job has one.
-        sender: As in `Rollout`.
     """
     values = reading.values
     bucket = values.pop("bucket", None)

@@ -461,9 +461,7 @@ def check_core(reading: Reading, architecture: Architecture | None, engine: Engi
     """Checks rules of ``TransformerConfig``, which only jobs of Megatron have.
 
     Args:
-        reading: Of a job.
         architecture: The job's own; None if another one takes its place.
-        engine: The job's.
 
     Raises:
         CannotStartError: If one refuses the job.

@@ -271,7 +271,6 @@ def note_other_reference(reading: Reading, pairs: dict[str, tuple[str, str, Any,
     """Names what a reference model has otherwise than the policy, whose model and ranks memlab predicts its pass with.
 
     Args:
-        reading: Of the job.
         pairs: By the reference model's key: the policy's, what both say, the policy's default, and the reference
             model's, which is None where it has the policy's value.
     """
@@ -285,7 +284,6 @@ def note_other_section(reading: Reading, own: str, of_policy: str, *, is_there: 
     """Names each key of a section of the reference model that the policy's section does not have with the same value.
 
     Args:
-        reading: Of the job.
         own: The reference model's section.
         of_policy: The policy's.
         is_there: Whether the job has a reference model.
@@ -396,7 +394,6 @@ def note_replaced_values(reading: Reading, prefix: str) -> None:
     """Notes what a job replaces in the published model's own config.
 
     Args:
-        reading: The job.
         prefix: Of the mapping that the framework passes on, such as ``policy.hf_config_overrides``.
     """
     taken = {one.key for one in reading.taken}
@@ -504,7 +501,6 @@ def refuse_program(reading: Reading, names: str, does: str = "generates") -> Non
     """Refuses a job of a program that trains nothing.
 
     Args:
-        reading: Of the job.
         names: A pattern that the whole name of such a program or module has, without what it lies in.
         does: What such a program does.
     """

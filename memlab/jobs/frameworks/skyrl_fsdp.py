@@ -103,11 +103,7 @@ _TRAINER = (
 
 
 def engine_keys(policy: str) -> tuple[Key, ...]:
-    """Returns the keys of a worker of FSDP2.
-
-    Args:
-        policy: How they begin, with the dot.
-    """
+    """Returns the keys of a worker of FSDP2; `policy` is how they begin, with the dot."""
     fsdp, kwargs = f"{policy}fsdp_config", f"{policy}model_config_kwargs"
     return (
         Key(f"{kwargs}.num_hidden_layers", "num_layers", WHOLE),
@@ -192,7 +188,6 @@ def complete_engine(reading: Reading, policy: str, loss: str, chunk: str) -> Non
     """Derives types, shards, adapters, attention and what log-probabilities need, from the keys of `engine_keys`.
 
     Args:
-        reading: Of the job.
         policy: How the keys begin.
         loss: By which key a difference of the loss is named.
         chunk: The key of how many tokens an entropy has at a time, by which it is named.

@@ -169,7 +169,6 @@ def check_model(reading: Reading, megatron: str) -> None:
     """Checks what SkyRL's workers build with Megatron-Bridge.
 
     Args:
-        reading: Of the job.
         megatron: The prefix of the config of Megatron.
 
     Raises:

@@ -317,7 +317,6 @@ def _longest_sequence(reading: Reading, row: int, sequences: int | None) -> int 
     """Returns the tokens of the longest prompt with its response, as far as the file gives them.
 
     Args:
-        reading: Of the job.
         row: The tokens that a row may have by its budget, 0 where it has none: how long a shorter response's prompt is
             changes nothing, as long as the two fit.
         sequences: Of a step, where they are known: with prompts of unknown length they may fill a row.

@@ -276,7 +276,6 @@ def take_rows_of_all_ranks(reading: Reading, responses: int = 1) -> None:
     have different sequences. Later releases have no such division, and the key is named.
 
     Args:
-        reading: Of the job.
         responses: Of a prompt, where the worker counts prompts before 0.2, as that of FSDP does.
     """
     values, release = reading.values, release_around(reading.started)

@@ -285,7 +285,6 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
     """Derives types, shards and what leaves the device, from the keys of `engine_keys`.
 
     Args:
-        reading: Of the job.
         engine: The prefix of the engine's keys.
         optim: Of the optimizer's.
         model: Of the model's.

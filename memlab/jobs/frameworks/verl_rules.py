@@ -58,7 +58,6 @@ def check_rollout(reading: Reading, *, has_one_engine: bool) -> None:
     """Checks what the inference engine and its passes are asked for.
 
     Args:
-        reading: Of the job.
         has_one_engine: Whether all versions that memlab knows train it with the engine of 0.9.1, and not with a worker
             that has fewer rules.
 
@@ -74,7 +73,6 @@ def check_fsdp(reading: Reading, optim: str) -> None:
     """Checks ``FSDPOptimizerConfig``.
 
     Args:
-        reading: Of the job.
         optim: The prefix of the optimizer's keys.
 
     Raises:
@@ -137,7 +135,6 @@ def check_megatron(reading: Reading, engine: str, optim: str) -> None:
     """Checks an engine that runs Megatron, and its optimizer.
 
     Args:
-        reading: Of the job.
         engine: The prefix of the engine's keys.
         optim: Of the optimizer's.
 

@@ -818,7 +818,6 @@ class Variables:
         """Calculates an expression, which may also set variables: to unknown, if memlab cannot follow it.
 
         Args:
-            text: The expression.
             expands: Whether ``$NAME`` and the like stand in it, as in ``$((...))``.
         """
         expression = self.one(self._operand(text, is_quoted=True)) if expands else text

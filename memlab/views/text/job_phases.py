@@ -8,12 +8,7 @@ from memlab.units import GIB, format_bytes
 
 
 def phases_table(job: JobPhases, peak: PeakRange | None = None) -> str:
-    """Returns a row for each phase, and what the host holds.
-
-    Args:
-        job: The phases.
-        peak: Both ends of the peak of the training step; None if nothing is known only as a bound.
-    """
+    """Returns a row for each phase, and what the host holds; without a `peak`, nothing is known only as a bound."""
     gpu = "" if job.gpu_memory_bytes is None else f" of {format_bytes(job.gpu_memory_bytes)}"
     header = _row("", "training", "left for engine", "engine", "left")
     lines = [f"phases of the job on rank {job.rank}{gpu}, GiB", header, *(_phase(phase) for phase in job.phases)]

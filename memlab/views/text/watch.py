@@ -12,11 +12,7 @@ from memlab.vocabulary import place_in_words
 
 
 def watch_table(record: WatchRecord, pool: str = "device") -> str:
-    """Writes one block: its peak and what made it up, where the peak was, and what stayed.
-
-    Returns:
-        Lines of at most `LINE_WIDTH` characters.
-    """
+    """Writes one block: its peak and what made it up, where the peak was, and what stayed."""
     timeline = record.ended_timeline
     if pool != "device":
         return f"{_title(record)}\n{timeline_table(timeline, pool)}"
