@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
+from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from memlab.jobs.frameworks.torchtitan import TORCHTITAN
 from memlab.jobs.hydra_defaults import SELF, Default, defaults_of, merge_over, package_in, placed
 from memlab.jobs.interpolation import resolve
 from memlab.jobs.model_args import file_of_a_launcher, is_started_by_a_launcher, model_args
+from memlab.jobs.pbs import with_nodes
 from memlab.jobs.recipe_command import read_recipe, take_recipe_of_file
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
@@ -118,12 +121,14 @@ def _of_script(
     is_started: bool,
 ) -> tuple[str, Entries]:
     of_slurm = nodes_of(text)
+    text, of_pbs = with_nodes(text)
     script = read_script(text, path, of_slurm | variables, arguments=arguments, is_job=is_job)
     own = None if format_name is not None or is_started else _job_that_is_started(script, path, of_slurm | variables)
     found, entries = own or _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
         take_ranks(text, entries)
     note_nodes(of_slurm, entries)
+    entries.warnings += [of_pbs] if of_pbs else []
     return found, entries
 
 
@@ -268,8 +273,6 @@ def _with_defaults(
     """Returns the keys of a file over those of the files that its key ``defaults`` names.
 
     Args:
-        root: What the file contains.
-        path: The file.
         named: Every file that was read so far; those that this one names are appended.
         chain: The files that named this one, each the next.
         package: The mapping that gets the file's keys.
@@ -351,9 +354,7 @@ def _take_named_defaults(root: Node, read: list[Path], framework: Framework, ent
     """Takes what a file's ``defaults`` say where they name one of the framework's own configurations.
 
     Args:
-        root: What the file contains.
         read: The files that its ``defaults`` name and that are there.
-        framework: Whose job it is.
         entries: The keys of all of these files.
     """
     own = framework.folder_of_configurations
@@ -373,8 +374,15 @@ def _take_named_defaults(root: Node, read: list[Path], framework: Framework, ent
 
 
 def _script_format(script: Script, path: Path, format_name: str | None) -> tuple[str, Entries]:
-    texts = [[word for word, _ in command.words] for command in script.commands]
-    found = format_name or framework_of_commands(texts)
+    recognized = framework_of_commands(_texts_of(script.commands))
+    split = script.commands if recognized else [_with_split_words(command) for command in script.commands]
+    if recognized is None and (recognized := framework_of_commands(_texts_of(split))) is not None:
+        script = replace(script, commands=split)
+        script.warnings.append(
+            "the arguments of the job are one quoted word of a program that memlab does not know: memlab takes them "
+            "for those of the framework's own program"
+        )
+    found = format_name or recognized
     # Arguments may be missing because of what could not be followed, such as a sourced file.
     causes = [*script.causes, *([script.lacks_arguments] if script.lacks_arguments else []), *script.warnings]
     cause = f"{path.name}, {causes[0]}; " if causes else ""
@@ -417,6 +425,28 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     if not entries.by_key:
         raise ValueError(f"{cause}{path.name} has no arguments of {found}: {_ACTION}")
     return found, entries
+
+
+_ARGUMENT = re.compile(r"--[a-z]|[+~]*[a-z_]+[.][\w.]+=")
+_LEAST_ARGUMENTS = 3
+"""That a quoted word has, where it is a list of arguments."""
+
+
+def _texts_of(commands: list[Command]) -> list[list[str]]:
+    return [[word for word, _ in command.words] for command in commands]
+
+
+def _with_split_words(command: Command) -> Command:
+    """Divides the words of a command that are lists of arguments themselves."""
+    words: list[tuple[str, int]] = []
+    for word, line in command.words:
+        try:
+            parts = shlex.split(word) if len(word.split()) >= _LEAST_ARGUMENTS else []
+        except ValueError:
+            parts = []
+        is_list = sum(_ARGUMENT.match(part) is not None for part in parts) >= _LEAST_ARGUMENTS
+        words += [(part, line) for part in parts] if is_list else [(word, line)]
+    return replace(command, words=words)
 
 
 def _with_flags_as_overrides(words: list[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -606,8 +636,13 @@ def _take_configuration(
         others = [up / where for up in path.absolute().parents] if key == "config" or len(where.parts) > 1 else []
         if key == "config_name" and "config_path" not in flags.by_key:
             others += [_file_of_a_name(base.name, named, path)]
-        others += _of_another_machine(folder, where, base, path)
-        base = next((one for one in (base, *others) if _is_file(one)), base)
+        elsewhere = _of_another_machine(folder, where, base, path)
+        base = next((one for one in (base, *others, *elsewhere) if _is_file(one)), base)
+        if base in elsewhere and not entry.is_unknown:
+            entries.warnings.append(
+                f"{entry.place}: the configuration {shortened(name)} has the folder of another machine, so memlab "
+                f"reads {base}, whose path ends alike: give its keys with --set if that is another file"
+            )
         if entry.is_unknown or not _is_file(base):
             _take_missing_configuration(name, entry, framework, entries)
             continue
@@ -923,6 +958,7 @@ def _take_file_for_flags(path: Path, entries: Entries) -> None:
     kept = {key: flags[key] for key in ("nnodes", "nproc_per_node") if key in flags}
     dropped = [f"--{key.replace('_', '-')}" for key in flags if key not in kept and key != "yaml_cfg"]
     entries.by_key = own.of_file(Path(name).name).by_key | kept
+    entries.file_for_flags = Path(name).name
     entries.warnings.append(
         f"{named.place}: with --yaml-cfg Megatron-LM reads {Path(name).name} in place of all flags"
         + (f", so these change nothing: {', '.join(dropped)}" if dropped else "")
@@ -969,8 +1005,6 @@ def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node |
 
     Args:
         name: As the command has it.
-        line: Of the command.
-        path: The script.
         entries: They get a warning if the file is not there.
 
     Returns:

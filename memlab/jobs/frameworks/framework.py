@@ -83,6 +83,8 @@ class Reading:
     warnings: list[str] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
     """What the user has to decide before memlab can predict the job, in whole sentences."""
+    architecture: Architecture | None = None
+    """The model, where the file writes out its configuration."""
     rollout: Rollout | None = None
     """What a job of reinforcement learning does between training steps."""
     most_micro_batches: int | None = 0

@@ -5,6 +5,7 @@ Names and defaults: ``examples/configs/grpo_math_1B.yaml`` and ``nemo_rl/models/
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from memlab.config.architectures import Architecture
 from memlab.config.rollout import Sender
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.adapters import OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section, of_one_kind
 from memlab.jobs.frameworks.bridge_keys import REPLACED, drop_fused_rope, model_without_effect
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
@@ -67,6 +69,7 @@ from memlab.jobs.frameworks.reinforcement import (
     drop_frozen_parts,
     is_packed,
     note_replaced_values,
+    row_of_budget,
     sglang_arguments,
     take_rollout,
     take_rows,
@@ -298,7 +301,7 @@ def complete(reading: Reading) -> None:
         _take_mask(reading, is_dynamic=is_dynamic)
     per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
-    of_log_probs, rows = rows_of_pass(values, longest, is_packed=is_packed_row, is_dynamic=is_dynamic)
+    of_log_probs, rows = rows_of_pass(reading, longest, is_packed=is_packed_row, is_dynamic=is_dynamic)
     take_phases(reading, per_node, of_log_probs, rows, is_colocated=is_colocated, generates=generates)
     if is_packed_row or is_dynamic:
         key = f"policy.{'sequence_packing' if is_packed_row else 'dynamic_batching'}.train_mb_tokens"
@@ -335,13 +338,23 @@ def _take_mask(reading: Reading, *, is_dynamic: bool) -> None:
         reading.take(key, "create_attention_mask", value=True)
 
 
-def rows_of_pass(values: dict[str, Any], longest: int, *, is_packed: bool, is_dynamic: bool) -> tuple[int, int]:
-    """Returns the tokens of a row, and the rows, of a pass for log-probabilities."""
+def rows_of_pass(reading: Reading, longest: int, *, is_packed: bool, is_dynamic: bool) -> tuple[int, int]:
+    """Returns the tokens of a row, and the rows, of a pass for log-probabilities.
+
+    All sequences of a generation are in one pass, and a row may have any of them (``get_logprobs`` in
+    nemo_rl/models/policy/lm_policy.py, 7ea279ab).
+    """
+    values = reading.values
     rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
     of_packed, of_dynamic = values.pop("log_prob_packed_tokens", None), values.pop("log_prob_dynamic_tokens", None)
-    if is_packed or is_dynamic:
-        return (of_packed if is_packed else of_dynamic) or longest * rows, 1
-    return longest, rows
+    if not is_packed and not is_dynamic:
+        return longest, rows
+    # The budget counts tokens before context parallel ranks share them.
+    context = values.get("context_parallel_size") or 1
+    tokens = -(-((of_packed if is_packed else of_dynamic) or longest * rows) // context)
+    counts = [reading.get(f"grpo.num_{kind}") for kind in ("prompts_per_step", "generations_per_prompt")]
+    sequences = math.prod(counts) if all(is_whole_number(count) for count in counts) else None
+    return row_of_budget(reading, tokens, longest, sequences, is_refused=is_packed)[1], 1
 
 
 def compares(reading: Reading) -> bool:
@@ -372,13 +385,11 @@ def take_phases(
     """Takes what the job does between training steps.
 
     Args:
-        reading: Of the job.
         per_node: Ranks of the training on a node.
         seq_length: Tokens of a row for log-probabilities.
         rows: Of such a pass.
         is_colocated: Whether the inference engine has the training's GPUs.
         generates: Whether the job has one.
-        sender: As in `Rollout`.
     """
     values = reading.values
     bucket = values.pop("bucket", None)

@@ -41,12 +41,7 @@ _OWN_DEFAULTS: dict[str, Any] = {
 
 
 def job_table(job: Job, common: OfAnyModel | None = None) -> str:
-    """Returns the report that ``memlab job`` prints.
-
-    Args:
-        job: What memlab understood.
-        common: What holds for any model, of a job that memlab cannot predict.
-    """
+    """Returns the report that ``memlab job`` prints; without a prediction, `common` is what holds for any model."""
     framework = TABLES[job.framework]
     causes = [f"{job.path.name}, {cause}" for cause in job.causes]
     parts = [
