@@ -102,6 +102,8 @@ class Fit:
     forward-only pass has none: they are about what is kept for backward."""
     not_tried: tuple[str, ...] = ()
     """In words, what might make it fit and was not tried, because the time for it was over."""
+    num_tried: int = 0
+    """Settings that were tried beside the step's own."""
 
     @property
     def fits(self) -> bool:
@@ -170,7 +172,7 @@ def verdict_margin(verdict: Verdict, limit_bytes: int, peak: PeakRange) -> str:
             return (
                 f": even the lower end of its peak ({peak}) is short by {format_bytes(peak.lower_bytes - limit_bytes)}"
             )
-        return f": short by {format_bytes(short_bytes)}"
+        return f": short by {format_bytes(short_bytes)} of allocated bytes"
     if peak.is_exact:
         why = ": the step may need more than predicted, and not every free byte can be used"
         less = f', not enough for "fits"{why}' if verdict == "may fit" else ""
@@ -212,15 +214,23 @@ class FitInterrupted(Interrupted[Fit]):
     """Ctrl-C after the verdict, while alternatives are predicted."""
 
 
-def judge_fit(record: StepRecord, steps: Steps, gpu_memory_bytes: int, not_modelled: Sequence[NotModelled] = ()) -> Fit:
+def judge_fit(
+    record: StepRecord,
+    steps: Steps,
+    gpu_memory_bytes: int,
+    not_modelled: Sequence[NotModelled] = (),
+    *,
+    on_verdict: Callable[[], None] = lambda: None,
+) -> Fit:
     """Compares a step with a GPU's memory, and where it does not fit, predicts what would.
 
-    For the arguments see `judge_step`.
+    For the arguments see `judge_step`; `on_verdict` is called before anything else is predicted.
 
     Raises:
         FitInterrupted: At Ctrl-C, once there is a verdict.
     """
     fit = judge_step(record, steps, gpu_memory_bytes, not_modelled)
+    on_verdict()
     return with_alternatives(fit, record, steps, not_modelled)
 
 
@@ -281,7 +291,8 @@ def with_alternatives(
     own, *choices = candidates(record.settings, record.scenario, depth=1, with_remedy=record.residual_bytes > 0)
     assert own == record.settings
     # Micro-batches with offload are not replayed: those settings may take the time of all others.
-    left = sorted(filter(is_allowed, choices), key=lambda settings: len(settings.offload_modules or ()))
+    choices = sorted(filter(is_allowed, choices), key=lambda settings: len(settings.offload_modules or ()))
+    left = list(choices)
     found: list[Alternative] = []
     try:
         for each in _alternatives(left, steps, fit.limit_bytes, not_modelled):
@@ -289,7 +300,12 @@ def with_alternatives(
             left.pop(0)
     except KeyboardInterrupt:
         raise FitInterrupted(replace(fit, alternatives=_by_cost(found))) from None
-    return replace(fit, alternatives=_by_cost(found), not_tried=(*fit.not_tried, *map(str, left)))
+    return replace(
+        fit,
+        alternatives=_by_cost(found),
+        not_tried=(*fit.not_tried, *map(str, left)),
+        num_tried=len(choices) - len(left),
+    )
 
 
 def _certain_bytes(record: StepRecord, peak: PeakRange, limit_bytes: int) -> int | None:

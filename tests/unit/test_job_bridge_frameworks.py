@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from memlab.config.lora import LoRA
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.jobs.job import Job
+from memlab.jobs.writing import written
 from tests.unit.job_files import read_job
 
 ACTOR = "actor_rollout_ref.actor"
@@ -434,6 +438,30 @@ def test_bridge_switches_on_in_both_sections_what_one_of_them_has(
     assert getattr(job.required()[0].state, option) is (ddp or optimizer)
     off = {f"{section}.{option}" for section, is_on in (("ddp", ddp), ("optimizer", optimizer)) if not is_on}
     assert off & job.without_effect.keys() == (off if len(off) == 1 else set())
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_what_is_on_where_one_section_has_it_on_is_written_into_both(is_on: bool) -> None:
+    scenario = Scenario.of("qwen3-8b", state=TrainingState(overlap_param_gather=is_on, overlap_grad_reduce=True))
+    lines = written("bridge", scenario, MemorySettings()).lines
+    assert lines.count(f"  overlap_param_gather: {str(is_on).lower()}") == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        ("", True),
+        ("checkpoint.ckpt_format=fsdp_dtensor", False),
+        ("checkpoint.save=null", True),
+        ("checkpoint.save=null checkpoint.load=null", False),
+    ],
+)
+def test_recipes_of_bridge_save_checkpoints_in_a_format_that_fsdp_refuses(
+    overrides: str, is_refused: bool, tmp_path: Path
+) -> None:
+    """``recipes/common.py`` gives each a folder, and the format ``torch_dist`` (0.6.2)."""
+    job = sft(tmp_path, f"{RECIPE}-ep 8 ddp.use_megatron_fsdp=true {overrides}")
+    assert ("use_megatron_fsdp with checkpoints in another format" in str(job.cannot_start)) is is_refused
 
 
 def test_a_recipe_s_optimizer_keeps_what_its_ddp_leaves_out(tmp_path: Path) -> None:

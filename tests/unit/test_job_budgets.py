@@ -438,6 +438,52 @@ def test_a_step_of_verl_fills_no_more_of_a_budget_than_its_sequences_have(
     assert job.micro_batches == rows
 
 
+_FEW_OF_NEMO_RL = """policy:
+  model_name: Qwen/Qwen3-8B
+  max_total_sequence_length: 512
+  train_global_batch_size: 8
+  megatron_cfg: {{enabled: true}}
+  sequence_packing: {{enabled: true, train_mb_tokens: 8192, logprob_mb_tokens: 8192}}
+cluster: {{num_nodes: 1, gpus_per_node: 4}}
+grpo: {{num_prompts_per_step: {0}, num_generations_per_prompt: 2}}
+"""
+_FEW_OF_VERL = (
+    f"{_VERL.format('{0}')} data.train_batch_size={{1}} actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=40960"
+)
+_FEW_OF_SKYRL = _SKYRL.replace("batch_size=16", "batch_size=8").replace("=fsdp2", "={0}") + "65536 "
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        # Each of eight copies has 6 sequences of 3,072 tokens of 16 prompts, and 15 of 40.
+        *((_FEW_OF_VERL.format(engine, 16), 6 * 3072) for engine in ("dp", "megatron")),
+        *((_FEW_OF_VERL.format(engine, 40), 40960) for engine in ("dp", "megatron")),
+        *((_FEW_OF_SKYRL.format(engine), 3 * 3072) for engine in ("fsdp2", "megatron")),
+        (_FEW_OF_SKYRL.format("megatron") + "trainer.train_batch_size=16", 6 * 3072),
+        (
+            _FEW_OF_SKYRL.format("megatron")
+            + "trainer.train_batch_size=16 trainer.recompute_old_logprobs_per_minibatch=true",
+            3 * 3072,
+        ),
+        (_FEW_OF_SKYRL.format("megatron") + _STEPS, 65536),
+        (_FEW_OF_NEMO_RL.format(4), 8 * 512),  # a row may have any of them
+        (_FEW_OF_NEMO_RL.format(64), 8192),
+        # slime has no other micro-batches than those of the training: 48 sequences, and one that is too long.
+        (f"{_SLIME} 196608 --log-probs-max-tokens-per-gpu 262144", 48 * 3072),
+        (f"{_SLIME} 8192 --log-probs-max-tokens-per-gpu 262144", 8192),
+        (f"{_SLIME} 2048", 3072),
+    ],
+)
+def test_a_pass_without_backward_fills_no_more_of_a_budget_than_its_sequences_have(
+    text: str, tokens: int, tmp_path: Path
+) -> None:
+    path = tmp_path / ("job.yaml" if text.startswith("policy") else "run.sh")
+    path.write_text(text)
+    rollout = Job.read(path, version="0.9.1" if "verl" in text else None).rollout
+    assert rollout is not None and (rollout.seq_length, rollout.micro_batch_size) == (tokens, 1)
+
+
 def test_a_row_of_nemo_rl_may_hold_any_sequence_of_a_step_and_no_more(tmp_path: Path) -> None:
     """``shard_by_batch_size`` in nemo_rl/distributed/batched_data_dict.py (7ea279ab) packs before it shares."""
     text = (

@@ -824,6 +824,65 @@ def test_a_router_chooses_no_groups_of_which_only_the_number_is_given(tmp_path: 
     assert "must divide the 8 experts" in str(both.not_supported)
 
 
+@pytest.mark.parametrize("flag", ["--use-megatron-fsdp --ckpt-format fsdp_dtensor", "--use-torch-fsdp2"])
+@pytest.mark.parametrize(
+    ("before", "is_refused"),
+    [("", False), ("export CUDA_DEVICE_MAX_CONNECTIONS=1\n", True), ("export CUDA_DEVICE_MAX_CONNECTIONS=8\n", False)],
+)
+def test_megatron_lm_s_fsdp_needs_several_connections(flag: str, before: str, is_refused: bool, tmp_path: Path) -> None:
+    """``validate_args`` asserts it for both (core 0.12 to 0.19)."""
+    start = before + "torchrun --nproc-per-node 8 pretrain_gpt.py " + _GPT
+    job = read(tmp_path, f"{flag} --untie-embeddings-and-output-weights", start)
+    assert ("with CUDA_DEVICE_MAX_CONNECTIONS 1 in its environment" in str(job.cannot_start)) is is_refused
+    other = read(tmp_path, "", start)
+    assert other.cannot_start is None
+
+
+_SECTIONS = {
+    "language_model": {"num_layers": 12, "hidden_size": 512, "num_attention_heads": 8, "add_bias_linear": False},
+    "model_parallel": {"bf16": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+} | {
+    "seq_length": 128,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "vocab_size": 1000,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "before", "refused"),
+    [
+        ({"seq_length": 128}, "", None),
+        ({"train_iters": 5, "train_samples": 5}, "", "train_iters with train_samples"),
+        ({"train_iters": 5, "lr_warmup_samples": 0}, "", None),
+        ({"encoder_seq_length": 128}, "", "seq_length with encoder_seq_length"),
+        ({"save": "x"}, "", "save without save_interval"),
+        (
+            {"num_layers_per_virtual_pipeline_stage": 1, "model_parallel.pipeline_model_parallel_size": 2},
+            *("", "fewer than three pipeline stages"),
+        ),
+        ({"overlap_param_gather": True}, "", "overlap_param_gather without use_distributed_optimizer"),
+        ({"seq_length": 128}, "CUDA_DEVICE_MAX_CONNECTIONS=8 ", "sequence_parallel with another number than 1"),
+        # Rules of ``validate_args`` alone.
+        ({"model_parallel.use_ring_exchange_p2p": False, "batch_size": 8}, "", None),
+        ({"no_position_embedding": True}, "", None),
+        ({"load_main_params_from_ckpt": True}, "", None),
+    ],
+)
+def test_a_file_in_place_of_flags_has_rules_of_its_own(
+    changes: dict[str, Any], before: str, refused: str | None, tmp_path: Path
+) -> None:
+    """``validate_yaml`` in megatron/training/yaml_arguments.py (core 0.16.1) takes the place of ``validate_args``."""
+    tree: dict[str, Any] = {name: dict(one) if isinstance(one, dict) else one for name, one in _SECTIONS.items()}
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        (tree[section] if section else tree)[name] = value
+    (tmp_path / "gpt.yaml").write_text(yaml.safe_dump(tree))
+    job = read(tmp_path, "", f"{before}torchrun --nproc_per_node 8 pretrain_gpt.py --yaml-cfg gpt.yaml")
+    assert (refused or "None") in str(job.cannot_start)
+
+
 def test_ms_swift_sets_the_connections_that_megatron_fsdp_refuses(tmp_path: Path) -> None:
     start, _ = _NAMED["ms-swift"]
     for connections, is_refused in (("", True), ("CUDA_DEVICE_MAX_CONNECTIONS=32 ", False)):
@@ -893,6 +952,11 @@ def test_options_of_megatron_bridge(tmp_path: Path, keys: str, refusal: str | No
         ({"ddp.use_megatron_fsdp": True, "checkpoint.save": "/c"}, "use_megatron_fsdp with checkpoints in another"),
         ({"ddp.use_megatron_fsdp": True, "checkpoint.save": "/c", "checkpoint.ckpt_format": "fsdp_dtensor"}, None),
         ({"ddp.use_megatron_fsdp": True}, None),
+        (
+            {"ddp.use_megatron_fsdp": True, "env_vars.CUDA_DEVICE_MAX_CONNECTIONS": 1},
+            "with CUDA_DEVICE_MAX_CONNECTIONS 1 in its environment",
+        ),
+        ({"ddp.use_megatron_fsdp": True, "env_vars.CUDA_DEVICE_MAX_CONNECTIONS": 32}, None),
         (
             {"optimizer.use_precision_aware_optimizer": True, "optimizer.optimizer": "sgd"},
             "another optimizer than adam",

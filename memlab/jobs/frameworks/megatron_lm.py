@@ -214,6 +214,12 @@ FLAGS_MISSING = (
         "spec", "either", "layers of the job's own specification are another model",
         lambda value: bool(value) and not is_of_hybrids(value), blocks=True,
     ),
+    Missing(
+        "attention_head_type",
+        "less",
+        "BigCode's fork has one head of keys and values for all heads of queries, and memlab takes one for each",
+        lambda value: value == "multiquery",
+    ),
     Missing("disable_mamba_mem_eff_path", "more", "Mamba's convolution and scan keep their own inputs"),
     *(
         Missing(name, "either", "layers of different shapes are another model", is_given, blocks=True)
@@ -297,6 +303,9 @@ def check_arguments(reading: Reading) -> None:
         CannotStartError: If one refuses the job.
     """
     values = reading.values
+    if reading.entries.file_for_flags:
+        check_flags(reading)
+        return
     for name, instead in _NO_LONGER_TAKEN.items():
         if reading.get(name):
             raise CannotStartError(

@@ -35,7 +35,8 @@ def phases_table(job: JobPhases, peak: PeakRange | None = None) -> str:
         short = _short(phase)
         is_certain = peak is None or (short > peak.less_bytes and not peak.may_be_lower)
         if short:
-            lines.append(f"{phase.name} {'does not' if is_certain else 'may not'} fit: short by {format_bytes(short)}")
+            verb, kind = "does not" if is_certain else "may not", "reserved" if phase.reserved_bytes else "allocated"
+            lines.append(f"{phase.name} {verb} fit: short by {format_bytes(short)} of {kind} bytes")
     node, rank = format_bytes(job.host_bytes_of_node), format_bytes(job.host_bytes_of_rank)
     lines.append(f"host memory of a node: {node} ({job.ranks_per_node} ranks x {rank}, if all are like this rank)")
     return "\n".join(lines)
