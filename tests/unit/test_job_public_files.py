@@ -308,19 +308,21 @@ def test_nodes_that_a_script_counts_in_pbs_s_file_are_those_that_it_asks_for(
     options: str, count: str, nodes: int | None, tmp_path: Path
 ) -> None:
     start = f"#!/bin/bash\n#PBS -j oe\n{options}\nNODES={count}\ntorchrun --nnodes $NODES --nproc-per-node 8 "
-    job = script(tmp_path, f"{start}pretrain_gpt.py {SIZES}".replace("--global-batch-size 8", "--global-batch-size 64"))
+    job = read_job(
+        f"{start}pretrain_gpt.py {SIZES}".replace("--global-batch-size 8", "--global-batch-size 64"), tmp_path
+    )
     assert any("that the script asks PBS for" in one for one in job.warnings) is (nodes is not None)
     if nodes is not None:
         assert job.required()[0].layout.world_size == 8 * nodes
 
 
 def test_arguments_in_one_quoted_word_are_read(tmp_path: Path) -> None:
-    plain = script(tmp_path, f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES}").required()
-    quoted = script(tmp_path, f'./entry.sh 8 "--nproc-per-node 8 {SIZES}"')
+    plain = read_job(f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES}", tmp_path).required()
+    quoted = read_job(f'./entry.sh 8 "--nproc-per-node 8 {SIZES}"', tmp_path)
     assert quoted.required() == plain
     assert any("are one quoted word of a program" in one for one in quoted.warnings)
     overrides = "actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_batch_size=8 trainer.n_gpus_per_node=4"
-    of_verl = script(tmp_path, f"bash entry.sh '{overrides}'")
+    of_verl = read_job(f"bash entry.sh '{overrides}'", tmp_path)
     assert of_verl.framework.startswith("verl") and "world_size 4" not in str(of_verl.not_supported)
 
 
