@@ -28,7 +28,6 @@ def read_json(path: Path, action: str) -> Any:
     """Reads a file of JSON.
 
     Args:
-        path: Of the file.
         action: What the user should do if that fails, as in the message.
 
     Raises:

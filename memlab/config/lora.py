@@ -221,11 +221,7 @@ class LoRA:
         return not (is_of_other_class or any(own == one or _matches(one, name) for one in self.exclude_modules))
 
     def unused_targets(self, names: Iterable[str]) -> list[str]:
-        """Returns the targets that name none of some linears.
-
-        Args:
-            names: Of the linears, in the model chunk.
-        """
+        """Returns the targets that name none of some linears, which have their names in the model chunk."""
         owns = {name: name.rpartition(".")[2] for name in names}
         return [
             target
@@ -296,7 +292,6 @@ class LoRA:
 
         Args:
             number: Of the layer in its model chunk.
-            weights: Of the layer.
             place: Where the layer is in the chunk; in one of multi-token prediction, `EXTRA_LAYER`, or `EXTRA_LAYERS`
                 for what joins hidden states and embeddings.
         """

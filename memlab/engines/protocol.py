@@ -260,8 +260,6 @@ class Engine(Protocol):
         Args:
             labels: Name the modules.
             saved: What `saved_for_backward` has counted in a step without offload.
-            plain: The step without offload.
-            offloaded: The step with offload.
             repeat: Takes a step like `offloaded`, and calls a function at the device event of a number.
         """
 

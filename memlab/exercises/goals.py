@@ -37,7 +37,6 @@ class Goals:
         """Prints the line of one goal, unless one before it was missed.
 
         Args:
-            reached: Whether it is reached.
             what: What is so, or must be so.
             hint: What to look at if it is missed.
         """

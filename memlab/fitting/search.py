@@ -54,8 +54,6 @@ def search(
     Args:
         base: What each setting does at least.
         scenarios: The model and its workload, on each rank that is judged: the worst of them counts.
-        predict: Predicts a step on one of them.
-        limit_bytes: The most that torch may hold.
         outside_torch_bytes: What else is on the GPU; only copied to the result.
         resolution_bytes: As in `SearchResult`.
         max_steps: The most settings to predict; None is as many as are needed.

@@ -166,11 +166,7 @@ class Labels:
         self._tracker.begin(code)
 
     def end_module(self, output: object) -> None:
-        """Ends the forward that was begun last.
-
-        Args:
-            output: What it returned; None if it raised an error.
-        """
+        """Ends the forward that was begun last; its output is None if it raised an error."""
         self._tracker.end(output)
 
     def detach(self) -> None:

@@ -191,7 +191,8 @@ def _blocks_of(things: Sequence[Any]) -> list[Block]:
         if isinstance(first, OutOfMemory):
             return out_of_memory_blocks(first)
         if isinstance(first, Fit):
-            return [[f"{first}", *(f"  {choice}" for choice in first.alternatives)]]
+            left = [f"not tried, because the time was over: {'; '.join(first.not_tried)}"] if first.not_tried else []
+            return [[f"{first}", *(f"  {choice}" for choice in first.alternatives), *left]]
         if isinstance(first, (list, tuple)):
             return _sequence_blocks(first)
     if things and all(isinstance(thing, (Finding, Transfer)) for thing in things):

@@ -20,6 +20,7 @@ from memlab.jobs.job import Job
 from memlab.lab.job_phases import predict_phases
 from memlab.units import GIB, MIB
 from memlab.views.text.job_phases import phases_table
+from tests.unit.job_files import read_job
 
 NEMO = """policy:
   model_name: {model}
@@ -46,8 +47,7 @@ SWIFT = "NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B --max_length 2048 
 
 
 def script(folder: Path, text: str) -> Job:
-    (folder / "run.sh").write_text(text)
-    return Job.read(folder / "run.sh")
+    return read_job(text, folder)
 
 
 def verl(folder: Path, overrides: str = "", chosen: str = "model_engine=megatron") -> Job:
@@ -58,8 +58,7 @@ def nemo(
     folder: Path, *overrides: str, model: str = "Qwen/Qwen3-8B", backend: str = "megatron", colocated: bool = True
 ) -> Job:
     text = NEMO.format(model=model, backend=backend, colocated=str(colocated).lower())
-    (folder / "job.yaml").write_text(text)
-    return Job.read(folder / "job.yaml", overrides=overrides)
+    return read_job(text, folder, "job.yaml", overrides=overrides)
 
 
 def effects(job: Job) -> dict[str, NotModelled]:
@@ -409,8 +408,7 @@ def test_ms_swift_keeps_the_buffers_of_its_weight_sync_under_ray(
     lines: str, kept: int, from_host: bool, tmp_path: Path
 ) -> None:
     """``update_weights`` in swift/ray/megatron/rollout/adapter.py and ``prepare`` in checkpoint_engine/nccl.py."""
-    (tmp_path / "job.yaml").write_text(lines + UNDER_RAY)
-    rollout = Job.read(tmp_path / "job.yaml", format_name="ms-swift").rollout
+    rollout = read_job(lines + UNDER_RAY, tmp_path, "job.yaml", format_name="ms-swift").rollout
     assert rollout is not None
     assert (rollout.kept_buffer_bytes, rollout.syncs_from_host, rollout.bucket_bytes) == (kept, from_host, 0)
 
@@ -461,8 +459,7 @@ def test_under_ray_ms_swift_offloads_for_any_engine_on_the_same_gpus(
     lines: str, offloaded: tuple[bool, bool, bool], tokens: int, tmp_path: Path
 ) -> None:
     """``_generation_context`` in swift/ray/megatron/base_trainer.py, 4.6.0."""
-    (tmp_path / "job.yaml").write_text(lines + UNDER_RAY)
-    job = Job.read(tmp_path / "job.yaml", format_name="ms-swift")
+    job = read_job(lines + UNDER_RAY, tmp_path, "job.yaml", format_name="ms-swift")
     scenario, settings = job.required()
     found = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
     assert (found, scenario.seq_length) == (offloaded, tokens)
@@ -518,8 +515,7 @@ def test_a_teacher_of_ms_swift_may_leave_the_device(offloaded: str, reason: str,
 
 @pytest.mark.parametrize("strategy", ["deepspeed", "megatron"])
 def test_a_job_of_another_engine_stays_named_with_another_architecture(strategy: str, tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(SKYRL.replace("strategy=megatron", f"strategy={strategy}"))
-    job = Job.read(tmp_path / "run.sh", architecture="qwen3-8b")
+    job = read_job(SKYRL.replace("strategy=megatron", f"strategy={strategy}"), tmp_path, architecture="qwen3-8b")
     assert (job.scenario is None) == (strategy == "deepspeed")
     assert job.scenario is not None or "trainer.strategy deepspeed" in str(job.not_supported)
 

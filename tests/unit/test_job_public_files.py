@@ -9,6 +9,7 @@ import pytest
 from memlab.jobs.any_model import of_any_model
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
+from tests.unit.job_files import read_job
 
 NEMO_RL = """\
 policy:
@@ -35,13 +36,11 @@ SIZES = """--num-layers 32 --hidden-size 3072 --ffn-hidden-size 8192 --num-atten
 
 
 def script(folder: Path, text: str) -> Job:
-    (folder / "run.sh").write_text(text)
-    return Job.read(folder / "run.sh")
+    return read_job(text, folder)
 
 
 def nemo_rl(folder: Path, chunk: str = "null", deferred: str = "true", speculative: str = "null") -> Job:
-    (folder / "job.yaml").write_text(NEMO_RL.format(chunk=chunk, deferred=deferred, speculative=speculative))
-    return Job.read(folder / "job.yaml")
+    return read_job(NEMO_RL.format(chunk=chunk, deferred=deferred, speculative=speculative), folder, "job.yaml")
 
 
 def effects(job: Job) -> dict[str, NotModelled]:
@@ -293,6 +292,40 @@ def test_slurm_s_variables_have_the_nodes_that_the_script_asks_for(
         assert job.required()[0].layout.world_size == ranks
 
 
+@pytest.mark.parametrize(
+    ("options", "count", "nodes"),
+    [
+        ("#PBS -l select=4:ncpus=8:mpiprocs=2:ngpus=8", "$(sort -u $PBS_NODEFILE | wc -l)", 4),
+        ("#PBS -l select=4:ncpus=8:mpiprocs=2:ngpus=8", "$(wc -l < $PBS_NODEFILE)", 8),
+        ("#PBS -l select=4", "$(cat ${PBS_NODEFILE} | sort | uniq | wc -l)", 4),
+        ("#PBS -q long -l walltime=1:00:00,select=2", '$(wc -l < "$PBS_NODEFILE")', 2),
+        ("#PBS -l nodes=2:ppn=8", "$(sort $PBS_NODEFILE | uniq | wc -l)", 2),
+        ("#PBS -l select=4", "2", None),
+        ("#PBS -l select=1:ncpus=4+3:ncpus=8", "$(sort -u $PBS_NODEFILE | wc -l)", None),
+        ("##PBS -l select=4", "$(wc -l < $PBS_NODEFILE)", None),
+        ("export A=1\n#PBS -l select=4", "$(wc -l < $PBS_NODEFILE)", None),
+    ],
+)
+def test_nodes_that_a_script_counts_in_pbs_s_file_are_those_that_it_asks_for(
+    options: str, count: str, nodes: int | None, tmp_path: Path
+) -> None:
+    start = f"#!/bin/bash\n#PBS -j oe\n{options}\nNODES={count}\ntorchrun --nnodes $NODES --nproc-per-node 8 "
+    job = script(tmp_path, f"{start}pretrain_gpt.py {SIZES}".replace("--global-batch-size 8", "--global-batch-size 64"))
+    assert any("that the script asks PBS for" in one for one in job.warnings) is (nodes is not None)
+    if nodes is not None:
+        assert job.required()[0].layout.world_size == 8 * nodes
+
+
+def test_arguments_in_one_quoted_word_are_read(tmp_path: Path) -> None:
+    plain = script(tmp_path, f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES}").required()
+    quoted = script(tmp_path, f'./entry.sh 8 "--nproc-per-node 8 {SIZES}"')
+    assert quoted.required() == plain
+    assert any("are one quoted word of a program" in one for one in quoted.warnings)
+    overrides = "actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_batch_size=8 trainer.n_gpus_per_node=4"
+    of_verl = script(tmp_path, f"bash entry.sh '{overrides}'")
+    assert of_verl.framework.startswith("verl") and "world_size 4" not in str(of_verl.not_supported)
+
+
 def test_a_decoder_with_rows_of_its_own_length_is_named(tmp_path: Path) -> None:
     """In examples/multimodal, ``seq_length`` counts the tokens of an image."""
     job = script(tmp_path, f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} --decoder-seq-length 16384")
@@ -346,9 +379,7 @@ def test_slimes_training_in_4_bits_is_named_wherever_its_variable_is_set(variabl
     ],
 )
 def test_a_sequence_above_the_budget_of_a_row_is_a_row_of_its_own(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.sh"
-    path.write_text(text)
-    job = Job.read(path)
+    job = read_job(text, tmp_path)
     assert job.scenario is not None, (job.cannot_start, job.not_supported)
     assert job.scenario.seq_length >= 32768
     assert any("the longest sequence has" in warning for warning in job.warnings)

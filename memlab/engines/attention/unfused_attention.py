@@ -36,8 +36,6 @@ def unfused_attention(
     Args:
         query: Of all heads.
         key: Of as many heads or fewer.
-        value: As `key`.
-        scale: Of the scores.
         drop: Probability of attention dropout.
         overwrites_gradients: Whether backward writes the scores' gradient over that of the probabilities
             (`Versions.overwrites_gradients_of_scores`).

@@ -66,9 +66,6 @@ def compare_figure(*records: StepRecord | WatchRecord, axis: CompareAxis | None 
             ``"event"`` gives every event the same width. None is ``"phase"``; for ranks of different pipeline stages,
             whose phases alternate differently, it is ``"time"``, or ``"event"`` in a prediction.
 
-    Returns:
-        A figure without a fixed width.
-
     Raises:
         ValueError: If there are fewer than two records, one has no timeline, or axis is none of the choices.
     """
