@@ -63,9 +63,10 @@ def _graded(cell: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     answer, goals = lines[: last.lineno - 1], lines[last.lineno - 1 :]
     check = copy.deepcopy(cell)
     cell.source = "\n".join(answer).rstrip()
-    # An answer with a syntax error does not run, so the check itself has to forget the answer before it.
+    # An answer with a syntax error does not run, so the check itself forgets the answer before it, even a wrong one.
     judged = [f'{name} = "{CHECKED}"  # the next check needs a new answer' for name in _judged("\n".join(answer), last)]
-    check.source = "\n".join(["assert bool(", *(f"    {line}" for line in goals), f"), {_MISSED!r}", *judged])
+    lines = ["is_reached = bool(", *(f"    {line}" for line in goals), ")", *judged, f"assert is_reached, {_MISSED!r}"]
+    check.source = "\n".join(lines)
     check.id = f"{cell.id}-check"
     for each, is_answer in ((cell, True), (check, False)):
         name = f"{each.id}"

@@ -23,7 +23,6 @@ class ResidencyCheck(Goals):
         """Requires these groups on the device, no other group, and every byte where it should be.
 
         Args:
-            groups: The groups of the goal.
             now: Takes another audit, which has to find the same: a reader may have kept one of an earlier moment.
         """
         resident = [group for group in GROUPS if self._audit.device_bytes(group)]
@@ -41,8 +40,8 @@ class ResidencyCheck(Goals):
 
     def complains_like(self, other: ResidencyAudit) -> Self:
         """Requires a new audit with the complaints of another one, to the byte."""
-        if self._audit is other:
-            what = "this is the job's audit itself, must be an audit of your own"
+        if self._audit.number == other.number:
+            what = "this is the job's audit itself or a copy of it, must be an audit of your own"
             return self.goal(False, what, "reproduce the error: change only the marked line")
         if self._audit.complaints == other.complaints:
             return self.goal(True, f"the same complaint, {other}")

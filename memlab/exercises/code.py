@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
 from collections.abc import Callable, Mapping, Sequence
+from traceback import walk_tb
 from typing import Any, Self
 
 from memlab.analysis.diagnosis import diagnose
@@ -81,7 +83,7 @@ class CodeCheck(Goals):
         with lab.own_gradient_moves(release, load):
             num_bytes = lab.audit_residency().device_bytes("gradients")
             for what, call, hint in calls:
-                if error := _result(call, "gradients")[1]:
+                if error := self._result(call, "gradients")[1]:
                     of_size = "a release stores the size and empties the storage, and writes nothing"
                     of_size = of_size if call == lab.offload else hint
                     # Other errors say themselves what to do.
@@ -113,7 +115,7 @@ class CodeCheck(Goals):
             if not is_offloaded:
                 lab.load("parameters")
             trainer = Trainer(lab, is_offload_param=is_offloaded, slowness=slowness)
-            durations, error = _result(sync, trainer)
+            durations, error = self._result(sync, trainer)
             if problem := trainer.complaint or error or trainer.wrong_durations(durations):
                 hint = "wait with trainer.synchronize()" if "CUDA" in error or "NVIDIA" in error else ""
                 return self.goal(False, f"{case} param_offload: {problem}", hint)
@@ -132,7 +134,7 @@ class CodeCheck(Goals):
         unseen = [(f"unseen run {number}", *each) for number, each in enumerate(unseen_curves(), start=1)]
         every: list[tuple[str, str, Sequence[StepRecord | Curve]]] = [*known, *unseen]
         for name, needed, steps in every:
-            answer, error = _result(kind_of, list(steps))
+            answer, error = self._result(kind_of, list(steps))
             if error:
                 hint = _OF_CURVE if "'Curve' object has no attribute" in error else ""
                 return self.goal(False, f"for {name}, your function ends in {error}", hint)
@@ -146,15 +148,26 @@ class CodeCheck(Goals):
                 return self.goal(False, what, f"it is {_RULES[needed]}")
         return self.goal(True, f"the function is right for {len(known)} runs of this lab and {len(unseen)} unseen ones")
 
+    def _result(self, call: Callable[..., object], *arguments: object) -> tuple[object, str]:
+        """Calls the reader's code; returns what it gave, and its error in words or an empty text."""
+        try:
+            return call(*arguments), ""
+        except Exception as error:  # noqa: BLE001 - the reader's code may raise anything, and the notebook goes on
+            return None, _in_words(error, self._functions)
 
-def _result(call: Callable[..., object], *arguments: object) -> tuple[object, str]:
-    """Calls the reader's code; returns what it gave, and its error in words or an empty text."""
-    try:
-        return call(*arguments), ""
-    except ValueError as error:
-        return None, f"{error}"
-    except Exception as error:  # noqa: BLE001 - the reader's code may raise anything, and the notebook goes on
-        return None, f"{type(error).__name__}: {error}"
+
+def _in_words(error: Exception, functions: Sequence[Callable[..., object]]) -> str:
+    """Says what an error is and at which of the reader's lines; one of memlab's says itself what to do."""
+    frames = list(walk_tb(error.__traceback__))
+    raised_in = str(frames[-1][0].f_globals.get("__name__"))
+    if isinstance(error, ValueError) and raised_in.startswith(f"{__name__.partition('.')[0]}."):
+        return f"{error}"
+    cells = {function.__code__.co_filename for function in functions if hasattr(function, "__code__")}
+    lines = [(frame.f_code.co_filename, line) for frame, line in frames if frame.f_code.co_filename in cells]
+    if not lines:
+        return f"{type(error).__name__}: {error}"
+    source = linecache.getline(*lines[-1]).strip()
+    return f"{type(error).__name__}: {error}, in line {lines[-1][1]} of your cell{f' ({source})' * bool(source)}"
 
 
 def _shown(steps: Sequence[StepRecord | Curve]) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 
 from memlab.units import format_bytes
 
@@ -89,6 +91,8 @@ class ResidencyAudit:
     """On the host before or after the last transfer, whichever is more."""
     move_peak_host_bytes: int
     """The most bytes on the host during the last transfer."""
+    number: int = field(default_factory=partial(next, count()), compare=False, repr=False)
+    """Of this audit in its process. A copy keeps the number, so that a check can tell it from an audit."""
 
     @property
     def complaints(self) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import html
 import re
 import shutil
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from unittest.mock import MagicMock
@@ -61,7 +62,10 @@ def test_a_check_of_a_student_fails_where_a_goal_is_missed(answer: str, passes: 
             exec(lines)  # noqa: S102
 
 
-def test_a_check_of_a_student_forgets_the_answer_that_it_has_judged(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("judged", [3, 4])
+def test_a_check_of_a_student_forgets_the_answer_that_it_has_judged(
+    judged: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     """An answer with a syntax error does not run at all, not even its line that forgets an older one."""
     lines = [
         "mine = None  # forget an older answer",
@@ -71,7 +75,8 @@ def test_a_check_of_a_student_forgets_the_answer_that_it_has_judged(capsys: pyte
     exercise = nbformat.v4.new_code_cell("\n".join(lines), metadata={"tags": ["exercise"]})
     *_, check = student_notebook(nbformat.v4.new_notebook(cells=[exercise]), "memlab").cells
     names: dict[str, object] = {}
-    exec(f"from memlab import check\nmine = 3\n{check.source}", names)  # noqa: S102  # the cells above
+    with pytest.raises(AssertionError) if judged != 3 else nullcontext():
+        exec(f"from memlab import check\nmine = {judged}\n{check.source}", names)  # noqa: S102  # the cells above
     with pytest.raises(AssertionError):
         exec(check.source, names)  # noqa: S102
     line = "got an answer that was checked already, must get one number per case. Hint: run the answer's cell again"

@@ -411,6 +411,12 @@ EXERCISES = {
                 'name = "gradients held by main parameters"',
                 "name = None",
                 'name = ["gradients_held_by_main_parameters"]',
+                *(
+                    OtherLine(
+                        'name = "pinned_again"', "mine.record = lab.audit_residency()", by=f"mine.record = {copy}"
+                    )
+                    for copy in ("held", "__import__('dataclasses').replace(held)")
+                ),
             ),
         ),
         Exercise(

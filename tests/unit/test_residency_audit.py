@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -312,11 +313,15 @@ def test_the_table_has_a_row_a_holder_and_fits_a_line() -> None:
 
 
 def test_the_checks_of_an_audit_pass_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    fine = audit_of(Holding(group="parameters", holder="here", expected_bytes=1, device_bytes=1))
+    fine, again = (
+        audit_of(Holding(group="parameters", holder="here", expected_bytes=1, device_bytes=1)) for _ in range(2)
+    )
     twice = audit_of(Holding(group="parameters", holder="here", expected_bytes=1, device_bytes=2))
-    assert check(fine).only_on_device("parameters").complains_like(replace(fine))
-    assert not check(fine).complains_like(fine), "the same audit reproduces nothing"
+    assert check(fine).only_on_device("parameters").complains_like(again)
     assert capsys.readouterr().out.count("reached: ") == 2
+    for copied in (fine, replace(fine), copy(fine), deepcopy(fine)):
+        assert not check(copied).complains_like(fine), "the same audit reproduces nothing"
+        assert "the job's audit itself or a copy of it, must be an audit of your own" in capsys.readouterr().out
     assert not check(fine).only_on_device("gradients")
     assert not check(twice).only_on_device("parameters")
     assert not check(fine).complains_like(twice)
@@ -324,7 +329,7 @@ def test_the_checks_of_an_audit_pass_and_help(capsys: pytest.CaptureFixture[str]
     assert wrong_group.startswith("not yet: the device holds parameters, must hold only gradients. Hint: offload")
     assert "the right groups, but the audit finds: parameters: 2 B on the device where 1 B should be" in wrong_size
     gone = audit_of(Holding(group="parameters", holder="here", expected_bytes=0, device_bytes=0))
-    assert check(fine).only_on_device("parameters", now=lambda: replace(fine))
+    assert check(fine).only_on_device("parameters", now=lambda: again)
     assert not check(fine).only_on_device("parameters", now=lambda: gone)
     assert "of another moment: now the device holds none of the groups. Hint: change only" in capsys.readouterr().out
     assert "says 'every byte is where it should be', which is not what" in other_complaint
