@@ -34,7 +34,8 @@ def hidden(absent: Collection[str], later: Collection[str] = ()) -> Iterator[Non
         yield
     finally:
         for name in hides:
-            del sys.modules[name]
+            if sys.modules.get(name) is None or isinstance(sys.modules[name], _Later):
+                sys.modules.pop(name, None)
 
 
 class _Later(ModuleType):
@@ -43,4 +44,6 @@ class _Later(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # the import system asks for a module's path
             raise AttributeError(name)
+        if sys.modules.get(self.__name__) is self:  # it is asked in the block already
+            del sys.modules[self.__name__]
         return getattr(import_module(self.__name__), name)

@@ -46,7 +46,7 @@ def test_of_numbers_the_stand_in_answers_as_torch_does(stand_in: Any) -> None:
     assert _ARGUMENTS.keys() == symbols_on_demand._OF_NUMBERS.keys()
     assert stand_in is torch.fx.experimental.symbolic_shapes is not shapes
     for name, cases in _ARGUMENTS.items():
-        for arguments in cases:
+        for arguments in cases if hasattr(shapes, name) else ():  # other versions of torch may not ask it
             assert getattr(stand_in, name)(*arguments) == getattr(shapes, name)(*arguments), (name, arguments)
     assert stand_in.is_put_off
 

@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from importlib.metadata import version
 
 import torch
 
@@ -24,9 +25,11 @@ with (
     else:
         compiler_on_demand.put_off()
         symbols_on_demand.put_off()
-        absent = ["triton", "torch.distributed._tensor", "torch.distributed.fsdp"]
-        absent += ["megatron.core.distributed.fsdp.src.megatron_fsdp"]
-        later = ["torch.distributed.checkpoint", "torch.distributed.checkpoint.default_planner"]
+        absent, later = list[str](), list[str]()
+        if version("megatron-core").startswith("0.16."):  # later ones cannot be imported without these
+            absent += ["triton", "torch.distributed._tensor", "torch.distributed.fsdp"]
+            absent += ["megatron.core.distributed.fsdp.src.megatron_fsdp"]
+            later += ["torch.distributed.checkpoint", "torch.distributed.checkpoint.default_planner"]
         with patched({"torch.compile": compiler_on_demand.compiled_when_called}), hidden(absent, later):
             import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
         del absent, later
