@@ -748,7 +748,7 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
         return
     module = str(entries.program.value).removesuffix(".py").replace("/", ".")
     usual = next((name for one, name in framework.configuration_of.items() if module.endswith(one)), None)
-    if usual is not None:
+    if usual is not None and usual in framework.configurations:
         _take_other_defaults(usual, entries.program, framework, entries)
     if named is None:
         return
@@ -787,6 +787,10 @@ def _take_file_in_source(path: Path, framework: Framework, entries: Entries) -> 
     source = _source_of(str(program.value), path)
     found = None if source is None else framework.file_in_source.search(_text(source)[0])
     base = None if source is None or found is None else source.parent.joinpath(*re.findall(r'"([^"]+)"', found[1]))
+    example = framework.configuration_of.get(Path(str(program.value)).stem, "")
+    if (base is None or not _is_file(base)) and example in framework.examples:
+        _take_missing_configuration(example, program, framework, entries)
+        return
     if base is None or not _is_file(base):
         entries.warnings.append(
             f"{program.place}: the command names no configuration, and the one that {Path(str(program.value)).name} "

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from memlab.config.architectures import ARCHITECTURES, published_architecture
 from memlab.jobs.any_model import of_any_model
 from memlab.jobs.job import Job
 from memlab.views.text.job import job_table
@@ -848,3 +849,46 @@ def test_one_head_of_keys_and_values_of_a_fork_is_said(tmp_path: Path) -> None:
     for kind, effects in (("multiquery", ["less"]), ("multihead", [])):
         job = _read(tmp_path / "run.sh", f"python pretrain_gpt.py {sizes} --attention-head-type {kind}\n")
         assert [one.effect for one in job.not_modelled if one.key == "attention_head_type"] == effects
+
+
+@pytest.mark.parametrize(
+    ("release", "trainer", "is_refused"),
+    [
+        ("0.1", "def fit(self): ...\n", False),
+        (
+            "0.2.0.dev",
+            "assert config.data.train_batch_size >= config.actor_rollout_ref.actor.ppo_mini_batch_size\n",
+            True,
+        ),
+        ("0.2.0.dev", "", True),
+        ("0.7.1", "def fit(self): ...\n", True),
+    ],
+)
+def test_a_mini_batch_of_more_prompts_than_a_step_has_is_refused_by_a_verl_that_checks_it(
+    release: str, trainer: str, is_refused: bool, tmp_path: Path
+) -> None:
+    """Where it does not, ``batch.split`` gives one mini-batch of all sequences, of which micro-batches are parts."""
+    folder = _checkout(tmp_path, release)
+    if trainer:
+        (tmp_path / "verl" / "trainer" / "ppo").mkdir()
+        (tmp_path / "verl" / "trainer" / "ppo" / "ray_trainer.py").write_text(trainer)
+    rows = "actor_rollout_ref.rollout.log_prob_micro_batch_size=640 actor_rollout_ref.actor.ppo_micro_batch_size=256"
+    words = (
+        f"{rows} data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.n=8"
+    )
+    job = _read(folder / "run.sh", VERL.format(words))
+    assert (job.cannot_start is not None and "more than the 16 prompts" in job.cannot_start) is is_refused
+    if not is_refused:
+        assert job.scenario is not None
+        assert job.rollout is not None
+        assert (job.scenario.packed_sequences, job.scenario.num_microbatches) == (32, 1)
+        assert job.rollout.seq_length == 32 * 128
+        assert any("updates once with all 16" in one for one in job.warnings)
+
+
+def test_a_program_of_nemo_rl_without_a_configuration_reads_that_of_its_repository(tmp_path: Path) -> None:
+    job = _read(tmp_path / "run.sh", "uv run examples/run_grpo_math.py cluster.gpus_per_node=8\n")
+    assert job.scenario is not None
+    assert (job.scenario.architecture.name, job.scenario.layout.world_size) == ("qwen2.5-1.5b", 8)
+    assert any("takes what it has in NeMo-RL's repository" in one for one in job.warnings)
+    assert published_architecture("Qwen/Qwen2.5-7B-Instruct-1M") == ARCHITECTURES["qwen2.5-7b"]

@@ -801,8 +801,8 @@ _OF_30B = {
     "cluster.num_nodes": 8,
 }
 EXAMPLES: dict[str, dict[str, Any]] = {
-    "grpo_math_1B": {},
-    "grpo_math_1B_megatron": _OF_MEGATRON,
+    "grpo_math_1B": {"policy.model_name": "Qwen/Qwen2.5-1.5B"},
+    "grpo_math_1B_megatron": {"policy.model_name": "Qwen/Qwen2.5-1.5B"} | _OF_MEGATRON,
     "grpo_math_8B": _OF_8B | {"policy.logprob_batch_size": 2},
     "grpo_math_8B_megatron": _OF_8B | _OF_MEGATRON | {"policy.megatron_cfg.pipeline_model_parallel_size": 2},
     "grpo_math_70B_megatron": _OF_70B,
@@ -857,4 +857,5 @@ NEMO_RL = Framework(
     cannot_write_of=cannot_write,
     render=yaml_lines,
     examples=EXAMPLES,
+    configuration_of={"run_grpo": "grpo_math_1B", "run_grpo_math": "grpo_math_1B"},
 )

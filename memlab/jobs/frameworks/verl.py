@@ -49,6 +49,7 @@ from memlab.jobs.frameworks.reinforcement import (
 from memlab.jobs.frameworks.verl_checkout import (
     BEFORE,
     VERSIONS,
+    checks_prompts,
     has_earlier_configurations,
     release_around,
     trains_without_engines,
@@ -297,6 +298,31 @@ def take_rows_of_all_ranks(reading: Reading, responses: int = 1) -> None:
             of_rank = max(1, int(rows) // max(1, values["world_size"] // split))
             reading.take(key, field, of_rank * (responses if release[0] < (0, 2) else 1))
             reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+    _take_steps_of_few_prompts(reading, max(1, values["world_size"] // split))
+
+
+def _take_steps_of_few_prompts(reading: Reading, copies: int) -> None:
+    """Takes one mini-batch of all prompts of a step where a mini-batch may have more.
+
+    See ``update_policy`` in verl/workers/actor/dp_actor.py (0.1 and 0.2): ``batch.split`` gives what there is.
+
+    Args:
+        reading: Of a job of verl's earlier workers.
+        copies: Of the model, among which the sequences are shared.
+    """
+    values, prompts, key = reading.values, reading.get("data.train_batch_size"), f"{_ACTOR}.ppo_mini_batch_size"
+    mini_batch = values.get("prompts")
+    if checks_prompts(reading.started) or not is_number(prompts) or not is_number(mini_batch) or prompts >= mini_batch:
+        return
+    values["prompts"] = prompts
+    of_copy = max(1, int(prompts) * values["responses_per_prompt"] // copies)
+    for field in ("micro_batch_size", "policy_rows", "reference_rows"):
+        if is_number(values.get(field)) and values[field] > of_copy:
+            values[field] = of_copy
+    reading.warnings.append(
+        f"{key} is {mini_batch}, more than the {prompts} prompts of data.train_batch_size: this verl does not check "
+        f"that, and updates once with all {prompts}, so no micro-batch has more than {of_copy} sequences"
+    )
 
 
 def take_gpus_of_the_engine(reading: Reading) -> None:
@@ -499,6 +525,8 @@ def _check_prompts(reading: Reading) -> None:
     prompts, key = reading.get("data.train_batch_size"), f"{_ACTOR}.ppo_mini_batch_size"
     mini_batch, program = reading.get(key, 256), reading.entries.program
     if not isinstance(prompts, int) or not isinstance(mini_batch, int) or not 0 < prompts < mini_batch:
+        return
+    if not checks_prompts(reading.started):
         return
     broken = f"{key} is {mini_batch}, more than the {prompts} prompts of data.train_batch_size"
     if reading.get(f"{_ACTOR}.use_dynamic_bsz"):
