@@ -80,6 +80,8 @@ class Recording:
     """Requested bytes that the pass leaves allocated of each role, below 0 for one that it frees."""
     live: list[int] = field(init=False)
     """Own roles that the pass leaves allocated."""
+    roles: int = field(init=False)
+    """Equal for passes whose own roles are allocated alike, so that another pass means the same by their numbers."""
     last_pools: dict[int, int] = field(init=False)
     """The pools of the own roles at the end: what outlives a fused kernel moves from on chip to the device."""
 
@@ -93,6 +95,7 @@ class Recording:
         self.host_bytes, self.most_host_bytes = (int(host[-1]), int(host.max())) if len(host) else (0, 0)
         columns = (self.requested_bytes, self.pool, self.phase, self.category, self.module, self.owner, self.role)
         self.signature = b"".join(column.tobytes() for column in columns) + repr((self.births, self.num_spans)).encode()
+        self.roles = hash(tuple(self.births))
         sums: dict[tuple[int, int], int] = {}
         for owner, role, size in of_rows:
             sums[owner, role] = sums.get((owner, role), 0) + size

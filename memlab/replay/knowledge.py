@@ -141,7 +141,7 @@ class Knowledge:
         unit, step = one.unit, self.step
         follows_backward = step.refills and step.overlaps and bool(self.retention.of(unit))
         circumstances = one.number > 0, is_latest, follows_backward, one.copies_allocated
-        return Key("backward", unit.kind, circumstances, (unit.before, unit.after), one.groups)
+        return Key("backward", unit.kind, circumstances, (unit.before, unit.after), one.groups, one.roles_of_forward)
 
     def learn(self, key: Key, known: Known) -> None:
         """Remembers a pass that was stepped, if later ones may be replayed."""

@@ -38,6 +38,8 @@ class Key(NamedTuple):
     """Kinds of the units beside it, as far as they decide."""
     groups: tuple[Any, ...] = ()
     """As `RepeatedCalls.next_groups`."""
+    roles: int = 0
+    """As `Pass.roles_of_forward`, of a backward pass."""
 
 
 class Mark(NamedTuple):
@@ -168,6 +170,9 @@ class Pass:
     roles: list[StorageAllocation] = field(default_factory=list)
     """The allocations by role, of a pass that is stepped."""
     replay: Replay | None = None
+    roles_of_forward: int = 0
+    """`Recording.roles` of its forward pass, of which its backward pass frees some by their numbers: a layer that keeps
+    angles of an earlier step allocates others than the first time."""
     copies_allocated: tuple[bool, ...] = ()
     """`Calls.allocated` of its forward pass. The roles of its other allocations, which backward frees, depend on it."""
     saved: Saved = field(default_factory=Saved)

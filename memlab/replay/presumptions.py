@@ -208,7 +208,7 @@ class Presumptions:
 
 def _have_equal_keys(one: Key, other: Key) -> bool:
     """Whether two passes of a row find the same."""
-    return (one.circumstances, one.groups) == (other.circumstances, other.groups)
+    return (one.circumstances, one.groups, one.roles) == (other.circumstances, other.groups, other.roles)
 
 
 def _are_equal(one: _Shown, other: _Shown) -> bool:

@@ -84,6 +84,7 @@ class Recorder:
                 one.roles = seen[1]
         else:
             recording, one.roles = recorded
+            one.roles_of_forward = recording.roles
             calls, one.saved = self.calls.forward_since(mark.calls, _places_of(one.roles))
             one.copies_allocated = calls.allocated
             one.output = _place_of(meter.storages.allocation_of(result), one.roles)

@@ -66,7 +66,7 @@ class Replayer:
             return False
         if known.calls.copies and not self.calls.has_buffers_of(known.calls):
             return False
-        one.copies_allocated = known.calls.allocated
+        one.copies_allocated, one.roles_of_forward = known.calls.allocated, known.recording.roles
         if step.refills and step.overlaps and not _replays_throughout(one):
             return False
         # What the last dispatcher of a stage refers to keeps the whole graph: what the stage has received and its

@@ -463,6 +463,15 @@ def test_dense_and_moe_layers_that_follow_a_pattern_are_replayed(pattern: tuple[
         require_identical(one, other)
 
 
+def test_a_backward_pass_is_that_of_a_forward_pass_with_the_same_roles() -> None:
+    """Layers of latent attention make their angles in their first pass: later ones have fewer roles."""
+    model = replace(find_architecture("deepseek-tiny"), num_layers=6, moe_layer_freq=(0, 0, 0, 1, 1, 1))
+    case = Case(architecture=model, arguments={"num_layers": 6, "seq_length": 64}, settings=[MemorySettings()] * 2)
+    (_, stepped), _ = take(case, replay=False)
+    (_, replayed), _ = take(case, replay=True)
+    require_identical(stepped, replayed)
+
+
 def test_the_last_moe_layer_frees_the_random_states_of_the_dense_layers_before_it() -> None:
     model = replace(find_architecture("qwen3-moe-tiny"), num_layers=6, moe_layer_freq=(0, 1, 1, 1, 1, 1))
     arguments = {"num_layers": 6, "seq_length": 64}
