@@ -30,7 +30,7 @@ def of_a_job(
 ) -> dict[str, int]:
     """Returns the variables that anything but the script's own output mentions, directly or through others.
 
-    A name counts without its ``$`` too, as in ``let`` and ``declare -n``: a warning too many is better than one too few.
+    A name counts without its ``$`` too, as in ``let`` and ``declare -n``: better a warning too many than one too few.
 
     Args:
         undecided: The variables, with the line of each.
