@@ -392,7 +392,7 @@ def _without_effect(framework: Framework, reading: Reading) -> dict[str, str]:
 def _as_read(framework: Framework, reading: Reading) -> dict[str, Any]:
     """Returns the values of a job that memlab cannot predict, with its model's sizes and what it does between steps."""
     name = reading.values.get("architecture")
-    model = None if name is None else published_architecture(str(name))
+    model = reading.architecture or (None if name is None else published_architecture(str(name)))
     phases = {} if reading.rollout is None else reading.rollout.to_dict()
     phases = {f"rollout_{name}" if name in reading.values else name: value for name, value in phases.items()}
     values = {name: value for name, value in reading.values.items() if value is not None} | {"engine": framework.engine}
@@ -660,7 +660,9 @@ def _why_not_alone(model: OtherModel, framework: Framework) -> str:
     return ", beside which memlab predicts a language model with Megatron only"
 
 
-_OF_A_RUN = re.compile(r"(^|[._])((experiment|run|exp|project|wandb)_name|save|model_path|ckpt_path)$")
+_OF_A_RUN = re.compile(
+    r"(^|[._])((experiment|run|exp|project|wandb)_name|save|model_path|ckpt_path|pretrained_checkpoint)$"
+)
 
 
 def _language_model(model: OtherModel | None, framework: Framework, reading: Reading) -> Architecture | None:
@@ -680,6 +682,8 @@ def _own_architecture(reading: Reading) -> Architecture:
     Raises:
         ValueError: If memlab does not know it, or a size is missing or breaks a rule.
     """
+    if reading.architecture is not None:
+        return reading.architecture
     name = reading.values.get("architecture")
     if name is not None and missing_sizes(reading.values):
         found, warning = architecture_named(str(name), reading.path.parent, _names_of_the_run(reading))

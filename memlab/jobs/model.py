@@ -16,7 +16,7 @@ from memlab.config.architectures import (
     published_architecture,
 )
 from memlab.config.families import Family
-from memlab.config.hugging_face import model_name
+from memlab.config.hugging_face import architecture_fields, model_name
 from memlab.config.parts.gqa import GroupedQueryAttention
 from memlab.config.parts.mla import LatentAttention
 from memlab.config.validation import shortened
@@ -118,7 +118,23 @@ def architecture_of(values: dict[str, Any], name: str) -> Architecture:
     else:
         sizes = {key: value for key, value in sizes.items() if key not in _OF_LATENT_ATTENTION}
     sizes["rotary_base"], sizes["layernorm_epsilon"] = float(sizes["rotary_base"]), float(sizes["layernorm_epsilon"])
-    made = Architecture(name=name, family=family, **sizes)
+    return _as_published(Architecture(name=name, family=family, **sizes))
+
+
+def architecture_written_out(config: dict[str, Any], name: str) -> Architecture:
+    """Returns the architecture of the fields of a Hugging Face configuration that a job's file has.
+
+    Args:
+        config: With its ``model_type``; what is left out has the default of the configuration's class.
+        name: What an architecture that memlab does not know is called.
+
+    Raises:
+        ValueError: If a field is missing, or of a kind that memlab does not model.
+    """
+    return _as_published(Architecture(name=name, **architecture_fields(config)))
+
+
+def _as_published(made: Architecture) -> Architecture:
     for published in ARCHITECTURES.values():
         known = replace(published, **{name: getattr(made, name) for name in _ROUTER}) if made.routes else published
         compared = ("parts", "hybrid_override_pattern", *_OUTSIDE_LAYERS)

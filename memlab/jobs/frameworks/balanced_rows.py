@@ -6,7 +6,7 @@ import math
 
 from memlab.jobs.frameworks.budgets import by_first_fit, by_tokens
 from memlab.jobs.frameworks.framework import Reading
-from memlab.jobs.frameworks.reinforcement import copies, take_rows
+from memlab.jobs.frameworks.reinforcement import of_one_copy, take_rows
 from memlab.jobs.frameworks.verl_checkout import RELEASE
 
 
@@ -27,7 +27,7 @@ def take_rows_of_verl(
         are_shared_evenly=True,
     )
     if not is_limited:
-        of_copy = math.ceil(sequences / copies(reading)) if sequences else None
+        of_copy = of_one_copy(reading, sequences)
         warn_of_fuller_rows(reading, key, tokens_per_rank, longest, of_copy, cause="verl before 0.9.1")
 
 

@@ -285,7 +285,6 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
     """Derives types, shards and what leaves the device, from the keys of `engine_keys`.
 
     Args:
-        reading: Of the job.
         engine: The prefix of the engine's keys.
         optim: Of the optimizer's.
         model: Of the model's.
@@ -375,7 +374,7 @@ def _take_phases(reading: Reading, per_node: int, *, has_reference_on_host: bool
     has_adapters = values.get("lora_rank") is not None or bool(reading.entries.get(f"{_MODEL}.lora_rank"))
     is_colocated = values.pop("is_colocated")
     policy, reference = rows_of_passes(
-        reading, longest, values["tokens_per_rank"],
+        reading, longest, values["tokens_per_rank"], values["responses_per_prompt"],
         is_dynamic=values["is_dynamic"], removes_padding=values["removes_padding"],
     )  # fmt: skip
     shards, reshards = values.pop("reference_shards"), values.pop("reference_reshards")

@@ -44,9 +44,7 @@ class Faults:
         """Names arguments that stand where a command would: the command before them has ended too early.
 
         Args:
-            words: The arguments.
             line: Where they stand; what a variable holds may be of another line.
-            lines: Of the script.
         """
         name = words[0]
         number = f"{len(words)} words" if len(words) > 1 else "word"
@@ -89,7 +87,6 @@ class Faults:
 
         Args:
             line: Where it ends.
-            name: Of the variable.
             num_jobs: That the script has started before.
         """
         if _SET_BY_THE_MACHINE.fullmatch(name):

@@ -104,7 +104,6 @@ def read_script(
     """Follows a script.
 
     Args:
-        text: The script.
         path: Its file, beside which sourced files are looked for.
         given: Variables by name, which the script cannot change. `Command.variables` has those that it reads or sets.
         arguments: What the script is started with, ``$1`` and so on; None if that is not known.
@@ -344,7 +343,6 @@ class _Reader(Builtins):
         """Runs the rounds of a loop.
 
         Args:
-            body: Of the loop.
             begins: Prepares a round, and says whether there is one; None if memlab cannot tell.
             most_rounds: After these, memlab no longer tells how often the loop runs.
         """
@@ -400,7 +398,6 @@ class _Reader(Builtins):
         """Follows a part whose changes do not last: returns its status, what it set, with lines, and how it was left.
 
         Args:
-            run: Runs the part.
             is_shell: Whether the part runs in a shell of its own, so that it leaves nothing else.
         """
         journal: dict[str, tuple[Variable | None, int]] = {}
