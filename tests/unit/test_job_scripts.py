@@ -787,6 +787,7 @@ def test_undecided_variables_are_named_together_and_only_where_a_job_has_them() 
         'read -r X _ <<< "$A 2"\ntrain $X',
         'printf -v X "%s" "$A"\ntrain $X',
         "let X=A\ntrain $X",
+        "CUDA_DEVICE_MAX_CONNECTIONS=$A \\\n  train",
         "N=A\ntrain ${!N}",
         "declare -n N=A\ntrain $N",
         "f() {\n  echo $A\n}\ntrain $(f)",

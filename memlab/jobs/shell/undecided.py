@@ -9,10 +9,12 @@ _REFERENCE = re.compile(r"\$\{?[#!]?([A-Za-z_]\w*)")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _QUOTED = r"""\"(?:\\.|[^\"\\])*\"|'[^']*'"""
 _ASSIGNED = re.compile(
-    r"(?:^|;|&&|\|\||[){]|\b(?:then|do|else)\b)[ \t]*(?:(?:export|local|readonly|declare|typeset)[ \t]+(?:-\w+[ \t]+)*)?"
+    r"(?:^|;|&&|\|\||[){]|\b(?:then|do|else)\b)[ \t]*"
+    r"(?:(?:export|local|readonly|declare|typeset)[ \t]+(?:-\w+[ \t]+)*)?"
     rf"([A-Za-z_]\w*)\+?=((?:\((?:[^()]|\([^()]*\))*\))|(?:{_QUOTED}|\$\((?:[^()]|\([^()]*\))*\)|[^\s;\"'])*)",
     re.MULTILINE,
 )
+_ENDS = re.compile(r"[ \t]*(?:$|[;&|)}#])", re.MULTILINE)
 _EXPORTED = re.compile(r"\bexport(?:[ \t]+[A-Za-z_]\w*)+[ \t]*$", re.MULTILINE)
 _COMMENT = re.compile(r"^[ \t]*#.*", re.MULTILINE)
 _PRINTS = re.compile(r"^[ \t]*(?:echo|printf(?![ \t]+-v))\b[^;&|<>\"'`]*(?:>&2[ \t]*)?$")
@@ -46,12 +48,17 @@ def of_a_job(
         joined = _COMMENT.sub("", "\n".join(text)).replace("\\\n", " ")
         for name, value in _ASSIGNED.findall(joined):
             values.setdefault(name, set()).update(_NAME.findall(value))
-        reached |= set(_NAME.findall(_without_output(_EXPORTED.sub("", _ASSIGNED.sub("\n", joined)))))
+        reached |= set(_NAME.findall(_without_output(_EXPORTED.sub("", _ASSIGNED.sub(_left_of, joined)))))
     new = set(reached)
     while new:
         new = {used for name in new for used in values.get(name, ())} - reached
         reached |= new
     return {name: line for name, line in undecided.items() if name in reached}
+
+
+def _left_of(assignment: re.Match[str]) -> str:
+    """Leaves an assignment that stands before a program, which then has it in its environment."""
+    return "\n" if _ENDS.match(assignment.string, assignment.end()) else assignment[0]
 
 
 def _without_output(text: str) -> str:
