@@ -25,7 +25,8 @@ from memlab.jobs.frameworks.user_buffers import CONFIG
 from memlab.jobs.python.values import NotFollowedError
 
 _READ = BRIDGE.names() | {"model.sequence_parallel", "tokenizer.tokenizer_type", "tokenizer.tokenizer_model"}
-_READ |= {"tokenizer.vocab_size", "tokenizer.use_tokenizer_vocab_size", "dataset.enable_offline_packing"}
+_READ |= {"checkpoint.ckpt_format", "tokenizer.vocab_size", "tokenizer.use_tokenizer_vocab_size"}
+_READ |= {"dataset.enable_offline_packing"}
 _READ |= {"dataset.offline_packing_specs.packed_sequence_size", "dataset.packed_sequence_specs.packed_sequence_size"}
 _READ |= {f"comm_overlap.{key}" for key in ("overlap_grad_reduce", "overlap_param_gather", "bucket_size")}
 _READ |= {f"comm_overlap.{CONFIG}.{name}.{of}" for name in RING_EXCHANGES for of in ("method", "fp8_buf")}
@@ -36,6 +37,8 @@ _DEFAULT_OF_THE_MODEL = tuple(
     f"model.{key}" for key in ("moe_shared_expert_overlap", "cross_entropy_loss_fusion", "apply_rope_fusion")
 )
 """Keys that have another default with some models, so a recipe that sets the table's says more than leaving it out."""
+_USUAL = {"checkpoint.ckpt_format": "torch_dist"}
+"""Values of keys that only rules read, which say no more than leaving the key out."""
 _KEYS = {key.name: key for key in BRIDGE.keys if key.default is not ABSENT}
 _MISSING = {row.name: row for row in BRIDGE.missing}
 
@@ -62,6 +65,8 @@ def _is_read(one: Entry) -> bool:
         return False
     if one.key in _DEFAULT_OF_THE_MODEL:
         return True
+    if one.key in _USUAL:
+        return bool(one.value != _USUAL[one.key])
     if one.key in _MISSING and (one.key not in _KEYS or _MISSING[one.key].is_on(one.value)):
         return _MISSING[one.key].is_on(one.value)
     return one.key not in _KEYS or _KEYS[one.key].conversion.read(one.value) != _KEYS[one.key].default

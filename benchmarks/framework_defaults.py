@@ -640,7 +640,8 @@ ADAPTERS = {
         | _for("torch's MixedPrecisionPolicy, whose default is the strategy's", "distributed.mp_policy.*")
         | _for("of a section with a dataclass of its own", "distributed.pipeline*", "distributed.strategy")
         | _for("the recipe itself reads it", "step_scheduler.dp_size", "step_scheduler.local_batch_size")
-        | _for("there is no such section by default", "model.backend.te_fp8.recipe"),
+        | _for("there is no such section by default", "model.backend.te_fp8.recipe")
+        | _for("recipes for diffusion read these sections by themselves", "flow_matching.*", "fsdp.*", "performance.*"),
     ),
     "nemo-rl": Adapter(
         packages=(_CORE,),

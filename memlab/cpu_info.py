@@ -11,11 +11,7 @@ _CPU_FACTS = Path("/proc/cpuinfo")
 
 
 def processor_name(facts: Path = _CPU_FACTS) -> str:
-    """Returns the model's name; the architecture's where the kernel gives none.
-
-    Args:
-        facts: A file with lines such as ``model name : Intel(R) Xeon(R) Platinum 8468``, for each core.
-    """
+    """Returns the ``model name`` that a file gives for each core; the architecture's where the kernel gives none."""
     return _first(facts, "model name") or platform.processor() or platform.machine()
 
 

@@ -24,11 +24,7 @@ from memlab.units import MIB
 
 
 class CachingAllocator:
-    """The blocks of one device, split as torch would split them; see `Allocator`.
-
-    Args:
-        settings: The options that the process would be started with.
-    """
+    """The blocks of one device, split as torch would split them in a process with these options; see `Allocator`."""
 
     def __init__(self, settings: AllocatorSettings = AllocatorSettings()) -> None:  # noqa: B008  # frozen
         self.log: array[int] | None = None

@@ -37,11 +37,7 @@ def for_operations(number: int, allocator: Allocator) -> Allocator:
 
 @cache
 def why_not_compiled(*, compiles: bool = True) -> str:
-    """Returns why Python serves; empty if the compiled allocator does.
-
-    Args:
-        compiles: Whether numba compiles it where no earlier process has.
-    """
+    """Returns why Python serves, empty if the compiled allocator does; `compiles` lets numba compile it first."""
     try:
         from memlab.allocator.machine_code import serve
 

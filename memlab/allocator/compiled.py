@@ -23,13 +23,7 @@ _ANSWER, _ERROR, _END = (tables.NUM_ARGUMENTS + place for place in (7, 8, 9))
 
 
 class CompiledAllocator:
-    """See `Allocator`.
-
-    Args:
-        settings: The options that the process would be started with.
-        state: Its state.
-        serve: `memlab.allocator.machine_code.serve`.
-    """
+    """See `Allocator`; the settings are those that the process would be started with."""
 
     def __init__(self, settings: AllocatorSettings, state: Tables, serve: Any) -> None:
         self.log: array[int] | None = None

@@ -532,11 +532,7 @@ _array_at: Any = intrinsic(_make_array_at)
 
 
 def _serve(call: int) -> int:
-    """Serves operations; returns how many of them are served then.
-
-    Args:
-        call: The address of what `memlab.allocator.tables` describes.
-    """
+    """Serves the operations at an address (`memlab.allocator.tables`); returns how many of them are served then."""
     c = _array_at(call, (NUM_ARGUMENTS,))
     t = Tables(
         _array_at(c[BLOCKS], (c[PLACES], NUM_COLUMNS)),

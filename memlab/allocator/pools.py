@@ -33,7 +33,6 @@ class SegmentPool:
     Args:
         number: Of the pool: 0 and 1 for the default stream, 2 and 3 for the next one. Even ones are the pools of
             requests up to 1 MiB.
-        blocks: All blocks of the device.
     """
 
     def __init__(self, number: int, blocks: BlockTable) -> None:

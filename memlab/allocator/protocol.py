@@ -77,7 +77,6 @@ class Allocator(Protocol):
         """Serves operations in order, until one does not fit.
 
         Args:
-            operations: Requests and frees.
             blocks: The block in each slot, or `NO_BLOCK`; it is changed.
             limit_bytes: What the allocator may reserve; None is no limit.
         """

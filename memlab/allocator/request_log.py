@@ -46,7 +46,6 @@ class RequestLog:
         """Returns whether an allocator that may reserve `limit_bytes` serves each request.
 
         Args:
-            limit_bytes: What it may reserve.
             further_steps: How often the last step is repeated. With a limit, what earlier steps have left in the
                 allocator differs from step to step. A step that does not leave as many blocks of each size as it found
                 is not repeated.

@@ -17,8 +17,6 @@ def bytes_by_hand(model: Architecture, num_layers: int, tokens: int, recompute: 
 
     Args:
         model: The architecture; its own number of layers does not count.
-        num_layers: Transformer layers.
-        tokens: Tokens in the sequence.
         recompute: One of `formulas_of` the model.
 
     Returns:

@@ -84,8 +84,6 @@ def probability_of_exceeding(records: Sequence[Record], budget_bytes: int, num_s
 
     Args:
         records: Steps drawn from the same workload. One that ran out of memory counts as one that does not fit.
-        budget_bytes: The device's memory.
-        num_steps: Number of steps of the run.
 
     Returns:
         1 - (1 - p)^n, where p is the share of the records whose peak is above `budget_bytes`. This assumes that steps

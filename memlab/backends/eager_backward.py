@@ -80,7 +80,6 @@ def bytes_beside(func: Any, args: Any, result: Any) -> int:
     Args:
         func: The operation: a sum over the first dimensions, the norms of many tensors, or FSDP2's copy of gradients
             to the input of their reduction.
-        args: Its arguments.
         result: What it has made or written to.
     """
     if not _active.depth:

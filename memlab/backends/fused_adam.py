@@ -64,10 +64,6 @@ class FusedAdam(torch.optim.Optimizer):
     """Adam over tensors of mixed precision.
 
     Args:
-        params: Parameters or groups, as for any optimizer of torch.
-        lr: Learning rate.
-        betas: Decay of both moments.
-        eps: Added to the denominator.
         weight_decay: Per step, times the learning rate.
         bias_correction: Divide the moments by what their decay has left out.
         adam_w_mode: Decay the parameters; False adds the decay to the gradients.
@@ -230,10 +226,7 @@ def _update(
     """Updates a parameter and its states in place, as one kernel (``multi_tensor_adam.cu``).
 
     Args:
-        parameter: Of any type.
-        gradient: Of any type.
         group: With ``step`` counted.
-        adam_w_mode: As for `FusedAdam`.
         exp_avg: In fp32, or in bf16; the kernel computes in fp32.
         exp_avg_sq: Of the same type.
         master_param: In fp32, or int16 as a remainder; None updates the parameter itself.

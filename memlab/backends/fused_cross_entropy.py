@@ -32,10 +32,6 @@ def native_predicted_logits(logits: torch.Tensor, *operands: Any) -> tuple[torch
 
     Args:
         logits: fp32 [tokens, sequences, vocabulary of this rank], overwritten with the exponentials.
-        operands: As in Megatron.
-
-    Returns:
-        What Megatron's function returns.
     """
     results: tuple[torch.Tensor, ...] = _eager_predicted_logits(logits, *operands)
     torch.empty_like(logits)
@@ -51,7 +47,6 @@ def native_gradients(softmax: torch.Tensor, *operands: torch.Tensor) -> torch.Te
 
     Args:
         softmax: fp32 [tokens, sequences, vocabulary of this rank].
-        operands: As in Megatron.
 
     Returns:
         The gradient of the logits: bf16, whatever type the logits have.
@@ -68,7 +63,6 @@ def te_parallel_cross_entropy(
     Args:
         logits: [tokens, sequences, vocabulary of this rank], overwritten with their gradient.
         labels: int64 [tokens, sequences].
-        group: The tensor-parallel ranks.
         is_cg_capturable: Whether a CUDA graph captures it, which changes no tensor.
 
     Returns:

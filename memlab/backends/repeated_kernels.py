@@ -56,13 +56,7 @@ class _NotRepeatableError(Exception):
 
 
 class RepeatedKernels:
-    """Calls the fused kernels of a simulated meter.
-
-    Args:
-        labels: Of the meter.
-        storages: Get the allocations and the frees.
-        is_alone: Whether an operation does nothing beside what its arguments decide.
-    """
+    """Calls the fused kernels of a simulated meter; `is_alone` says whether only its arguments decide what one does."""
 
     _shared: ClassVar[dict[Any, _Done | None]] = {}
     """Of all labs of this process, by function and arguments; None for a call that cannot be repeated."""
@@ -195,10 +189,6 @@ def _made(one: _New) -> torch.Tensor:
 
 def _key_of(values: Iterable[Any], tensors: list[torch.Tensor]) -> list[Any]:
     """Returns what of arguments decides about a call.
-
-    Args:
-        values: The arguments.
-        tensors: Gets the tensors among them.
 
     Raises:
         _NotRepeatableError: For a tensor with values, in host memory, or of which autograd makes a graph, and for what

@@ -39,11 +39,6 @@ def known(versions: Versions) -> Versions:
 
 
 def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """Replaces Megatron's function of this name, which needs an installed Transformer Engine.
-
-    Args:
-        version: The one to compare with.
-        check_equality: Whether the same version is enough.
-    """
+    """Replaces Megatron's function of this name, which needs an installed Transformer Engine."""
     engine = Version(imitated().transformer_engine)
     return Version(version) <= engine if check_equality else Version(version) < engine

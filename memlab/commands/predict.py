@@ -418,8 +418,9 @@ def _alternative_settings(fit: Fit, *, is_alone: bool = True) -> list[str]:
             *(f"  {choice}" for choice in fit.alternatives),
         ]
     elif is_alone:
-        none = "no single setting that was tried" if fit.not_tried else "no single setting"
-        combined = f"{none} makes it fit: let memlab search combine them"
+        none = "no single setting that was tried makes it fit" if fit.not_tried else "no single setting makes it fit"
+        none = none if fit.num_tried or not fit.not_tried else "no other setting was tried"
+        combined = f"{none}: let memlab search combine them"
         lines = [f"{combined}, or take another training state, a smaller batch, or more GPUs"]
     if fit.not_tried:
         over = f"not tried, because {_SECONDS_FOR_ADVICE:.0f} s were over"

@@ -465,12 +465,9 @@ def _workers(
     """Opens processes of this machine, by default at most so many, or connects to the engines of a profile.
 
     Args:
-        engines: As the flag of this name.
         at_most: Of this machine.
-        replay: As for a `Lab`.
         source: The job, if it was read from a file.
         is_endless: Whether the search goes on to larger workloads until one does not fit.
-        anew: As the flag of this name.
     """
     from memlab.allocator.choice import compile_in_background
     from memlab.lab.kept_predictions import KeptPredictions

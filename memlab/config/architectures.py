@@ -961,7 +961,7 @@ SAME_SIZES = {
 # Suffixes of checkpoints that have the same shapes as the model that they were made from.
 _VARIANTS = re.compile(
     r"([-_](base|instruct|chat|thinking|reasoning|plus|rl|sft|2407|2411|2501|2507|bf16|hf|mcore|torch_dist|torch-dist|megatron"
-    r"|fp8|int4|int8))+$"
+    r"|fp8|int4|int8|1m))+$"
 )
 
 

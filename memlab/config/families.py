@@ -112,7 +112,7 @@ FAMILIES: dict[Family, FamilyRow] = {
                          experts="width of the MLP", rotary_base=150000.0, automodel=True,
                          linears_of_expert=()),
     "qwen2_moe": FamilyRow(num_key_value_heads=16, add_qkv_bias=True, uses_window=False, normalizes_topk=False,
-                           **_OWN_EXPERTS),
+                           linears_of_expert=(), **_OWN_EXPERTS),
     "glm4_moe": FamilyRow(num_key_value_heads=8, qkv_bias_field="attention_bias", qk_norm_field="use_qk_norm",
                           rotary_percent=0.5, experts="own width", first_k_dense_replace=1, n_shared_experts=1,
                           automodel=True, weighs_after=True, **_GROUPS),

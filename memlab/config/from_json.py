@@ -28,7 +28,6 @@ def read_json(path: Path, action: str) -> Any:
     """Reads a file of JSON.
 
     Args:
-        path: Of the file.
         action: What the user should do if that fails, as in the message.
 
     Raises:
@@ -48,7 +47,6 @@ def parse_json(content: bytes | str, name: str, action: str) -> Any:
     """Parses JSON of any origin.
 
     Args:
-        content: What should be JSON.
         name: What it is called, as in the message.
         action: What the user should do if that fails, as in the message.
 

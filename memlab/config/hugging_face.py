@@ -78,6 +78,12 @@ def architecture_fields(config: dict[str, Any]) -> dict[str, Any]:
     return read if pattern is None else read | _hybrid(fields, kind, pattern)
 
 
+def model_type_of(config_class: str) -> str | None:
+    """Returns the ``model_type`` of a class such as ``transformers.Qwen3MoeConfig``; None if memlab reads none."""
+    name = config_class.rpartition(".")[2].lower()
+    return next((kind for kind in _READ if f"{kind.replace('_', '')}config" == name), None)
+
+
 _LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 
 

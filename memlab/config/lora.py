@@ -221,11 +221,7 @@ class LoRA:
         return not (is_of_other_class or any(own == one or _matches(one, name) for one in self.exclude_modules))
 
     def unused_targets(self, names: Iterable[str]) -> list[str]:
-        """Returns the targets that name none of some linears.
-
-        Args:
-            names: Of the linears, in the model chunk.
-        """
+        """Returns the targets that name none of some linears, which have their names in the model chunk."""
         owns = {name: name.rpartition(".")[2] for name in names}
         return [
             target
@@ -296,7 +292,6 @@ class LoRA:
 
         Args:
             number: Of the layer in its model chunk.
-            weights: Of the layer.
             place: Where the layer is in the chunk; in one of multi-token prediction, `EXTRA_LAYER`, or `EXTRA_LAYERS`
                 for what joins hidden states and embeddings.
         """
@@ -324,9 +319,7 @@ class LoRA:
         ``peft/utils.py``). Of ms-swift's two, they share only that which has the linear's split side.
 
         Args:
-            linear: The linear's weight.
             name: Of the linear in the model chunk.
-            model: Of which it is.
             layout: Of the ranks; of Megatron-Bridge's, an expert parallel rank has one adapter for its experts.
         """
         own, (outputs, inputs), count = linear.name.removesuffix(".weight"), linear.shape, linear.num_experts

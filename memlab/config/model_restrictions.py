@@ -49,7 +49,6 @@ def check_on_model(settings: MemorySettings, scenario: Scenario) -> None:
     """Checks the settings against the model that a scenario builds.
 
     Args:
-        settings: Of a step.
         scenario: Its architecture, and how its layers are split into model chunks, decide.
 
     Raises:

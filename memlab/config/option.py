@@ -109,7 +109,6 @@ def option(default: Any, help: str, **values: Any) -> Any:  # noqa: A002 - the r
 
     Args:
         default: Of the field; ``MISSING`` if a value has to be given.
-        help: As in `Option`.
         **values: Other fields of `Option`, apart from those that the field itself gives.
     """
     return field(default=default, metadata={"option": Option(help=help, **values)})
@@ -154,7 +153,6 @@ def check_options(settings: Any, prefix: str = "") -> None:
     Those of numpy and of torch are such others.
 
     Args:
-        settings: The object.
         prefix: How the names of its options begin, as users know them.
 
     Raises:

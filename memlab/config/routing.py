@@ -113,7 +113,6 @@ class Routing:
             num_tokens: Of one micro-batch on one rank.
             num_experts: Of a layer.
             topk: Experts that a token chooses.
-            rank: Whose tokens they are.
             layer: Only ``random`` and ``counts`` depend on it.
             microbatch: Only ``random`` depends on it: a router chooses anew in each.
         """
@@ -181,8 +180,6 @@ def reached_tokens(
     Args:
         num_tokens: Of the rank.
         rows: For each expert of the layer, how many of the rank's tokens choose it.
-        experts: Those that are asked about.
-        topk: Experts that a token chooses.
         groups: How many groups the experts have, and from how many of them a token chooses; None for no groups.
     """
     of_experts = sum(rows[expert] for expert in experts)

@@ -83,7 +83,6 @@ def check_whole_number(
 
     Args:
         name: What the value is called, as in the message.
-        value: The value.
         at_least: The smallest value allowed.
         at_most: The largest value allowed; None sets no limit.
         action: What the user should do, as in the message.
@@ -109,7 +108,6 @@ def check_number(name: str, value: object, above: float | None, at_most: float, 
 
     Args:
         name: What the value is called, as in the message.
-        value: The value.
         above: What it has to be larger than; None allows 0 and more.
         at_most: The largest value allowed.
         action: What the user should do, as in the message.

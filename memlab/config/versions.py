@@ -178,7 +178,6 @@ class Versions:
         """Returns what a reader of a prediction should know of its versions: where they decide, or are not exact.
 
         Args:
-            state: The training state of the step.
             context_parallel_size: Ranks that share a sequence.
             installed_core: The version of megatron-core whose code was run.
         """

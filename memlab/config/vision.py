@@ -8,7 +8,7 @@ it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isqrt
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -25,7 +25,7 @@ class VisionTower:
 
     model_type: str
     """Of the whole model's ``config.json``."""
-    published: tuple[str, ...]
+    published: tuple[str, ...] = ()
     """Names of whole models on Hugging Face, as `memlab.config.architectures.plain_name` has them."""
     language_model: str
     """The architecture beside which it is published."""
@@ -33,7 +33,7 @@ class VisionTower:
     """Of that language model."""
     config: Mapping[str, Any]
     """The ``vision_config``."""
-    others: Mapping[str, Any]
+    others: Mapping[str, Any] = field(default_factory=dict)
     """Of the whole model's ``config.json``."""
     num_parameters: int
     """Of the module that ``freeze_vision_tower`` freezes."""
@@ -41,7 +41,7 @@ class VisionTower:
     """Outside that module."""
     patches_of_image: int | None = None
     """Of models that scale each image to one size; None where the data decides."""
-    patches_of_token: int
+    patches_of_token: int = 4
     """How many patches become one token of the sequence."""
 
     def tokens_of_image(self, patches: int | None) -> int:
@@ -91,9 +91,7 @@ VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
             config=_QWEN3_VL
             | {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048}
             | {"deepstack_visual_indexes": [5, 11, 17]},
-            others={},
             num_parameters=406_957_056,
-            patches_of_token=4,
         ),
         "qwen3-vl-4b": VisionTower(
             model_type="qwen3_vl",
@@ -103,9 +101,7 @@ VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
             config=_QWEN3_VL
             | {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560}
             | {"deepstack_visual_indexes": [5, 11, 17]},
-            others={},
             num_parameters=415_347_712,
-            patches_of_token=4,
         ),
         "qwen3-vl-8b": VisionTower(
             model_type="qwen3_vl",
@@ -115,9 +111,7 @@ VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
             config=_QWEN3_VL
             | {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096}
             | {"deepstack_visual_indexes": [8, 16, 24]},
-            others={},
             num_parameters=576_388_336,
-            patches_of_token=4,
         ),
         # https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct/blob/main/config.json, and likewise
         "qwen2.5-vl-3b": VisionTower(
@@ -126,9 +120,7 @@ VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
             language_model="qwen2.5-3b",
             width=2048,
             config=_QWEN2_5_VL | {"out_hidden_size": 2048},
-            others={},
             num_parameters=668_684_288,
-            patches_of_token=4,
         ),
         "qwen2.5-vl-7b": VisionTower(
             model_type="qwen2_5_vl",
@@ -136,13 +128,10 @@ VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
             language_model="qwen2.5-7b",
             width=3584,
             config=_QWEN2_5_VL | {"out_hidden_size": 3584},
-            others={},
             num_parameters=676_550_144,
-            patches_of_token=4,
         ),
         "gemma-3-tiny": VisionTower(
             model_type="gemma3",
-            published=(),
             language_model="gemma-3-270m",
             width=640,
             config=_SIGLIP
@@ -152,31 +141,24 @@ VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
             num_parameters=142_336,
             num_parameters_of_projector=41_024,
             patches_of_image=64,
-            patches_of_token=4,
         ),
         "qwen3-vl-tiny": VisionTower(
             model_type="qwen3_vl",
-            published=(),
             language_model="qwen3-dense-tiny",
             width=128,
             config=_QWEN3_VL
             | {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 128, "num_heads": 2}
             | {"deepstack_visual_indexes": [0, 1], "patch_size": 4},
-            others={},
             num_parameters=551_296,
-            patches_of_token=4,
         ),
         "qwen2.5-vl-tiny": VisionTower(
             model_type="qwen2_5_vl",
-            published=(),
             language_model="qwen2.5-tiny",
             width=128,
             config=_QWEN2_5_VL
             | {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 128, "num_heads": 2}
             | {"fullatt_block_indexes": [1], "patch_size": 4, "window_size": 16},
-            others={},
             num_parameters=229_888,
-            patches_of_token=4,
         ),
     }
 )

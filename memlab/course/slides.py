@@ -131,7 +131,6 @@ def _slides_of_text(cell: nbformat.NotebookNode, has_output: bool, is_executed: 
     """Returns a slide for each section that begins in a text, one for what to look at before it, one for each table.
 
     Args:
-        cell: The text.
         has_output: Whether a slide before it shows what it says to look at.
         is_executed: Whether outputs may follow, for which a heading alone is a slide.
     """

@@ -39,7 +39,6 @@ class Tap:
     """Keeps a layer's output after each forward without gradients: its storage is also the next checkpoint's input.
 
     Args:
-        layers: Of the model.
         layer: Which one, counted from 0.
         every: Appends the output of every forward to a list, with or without gradients: a leak.
     """

@@ -172,7 +172,6 @@ class Engine(Protocol):
         Args:
             labels: Set to each phase as it begins.
             load_for_update: Called after backward, to load what only the optimizer needs.
-            microbatches: Which micro-batches are stepped.
             update: Takes the place of the optimizer's step.
 
         Returns:
@@ -186,7 +185,6 @@ class Engine(Protocol):
 
         Args:
             labels: Set to each phase as it begins.
-            microbatches: Which micro-batches are stepped.
             suspend_offload: Whether the framework's activation offload is suspended.
 
         Returns:
@@ -260,8 +258,6 @@ class Engine(Protocol):
         Args:
             labels: Name the modules.
             saved: What `saved_for_backward` has counted in a step without offload.
-            plain: The step without offload.
-            offloaded: The step with offload.
             repeat: Takes a step like `offloaded`, and calls a function at the device event of a number.
         """
 

@@ -134,7 +134,6 @@ def hold_fake_workspaces(
     Args:
         cublas: Whether torch itself multiplies matrices (`multiplies_with_torch`).
         linears: Whether the model has linears of Transformer Engine.
-        grouped: Whether it has grouped linears.
         gates_beside: Whether torch multiplies gates of shared experts on a stream of its own. Measured on an H200
             (torch 2.11): four workspaces more. It is not known of which calls.
         overlapped: Whether products have user buffers; those that have none have their own workspace all the same.

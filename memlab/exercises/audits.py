@@ -23,7 +23,6 @@ class ResidencyCheck(Goals):
         """Requires these groups on the device, no other group, and every byte where it should be.
 
         Args:
-            groups: The groups of the goal.
             now: Takes another audit, which has to find the same: a reader may have kept one of an earlier moment.
         """
         resident = [group for group in GROUPS if self._audit.device_bytes(group)]

@@ -15,12 +15,7 @@ class FormulaCheck(Goals):
     subject = "numbers"
 
     def __init__(self, numbers: Sequence[float], given: object = None) -> None:
-        """Begins the goals.
-
-        Args:
-            numbers: What the formula gave.
-            given: The reader's answer itself, to notice the numbers that the goal compares with.
-        """
+        """Begins the goals; `given` is the reader's answer itself, to notice numbers that the goal compares with."""
         super().__init__()
         self._numbers = list(numbers)
         self._given = given

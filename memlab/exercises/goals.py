@@ -34,13 +34,7 @@ class Goals:
         """Shows nothing: each goal has printed its line already."""
 
     def goal(self, reached: bool, what: str, hint: str = "") -> Self:
-        """Prints the line of one goal, unless one before it was missed.
-
-        Args:
-            reached: Whether it is reached.
-            what: What is so, or must be so.
-            hint: What to look at if it is missed.
-        """
+        """Prints the line of one goal, unless one before it was missed."""
         # After the first missed goal the others stay silent: one line to act on.
         if self._all_reached:
             self._all_reached = reached

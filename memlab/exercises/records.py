@@ -58,7 +58,6 @@ class Check(Goals):
         """Requires `peak_allocated_bytes` below a number of bytes.
 
         Args:
-            num_bytes: The limit.
             hint: What to look at, in the words of the exercise; by default, the largest part of the peak. If a setting
                 had no effect or works against the goal, the line says why instead.
         """
@@ -70,12 +69,7 @@ class Check(Goals):
         return self._below(what, now, num_bytes, hint)
 
     def activation_peak_below(self, num_bytes: int, hint: str = "") -> Self:
-        """Requires `activation_peak_bytes` below a number of bytes.
-
-        Args:
-            num_bytes: The limit.
-            hint: As for `peak_below`.
-        """
+        """Requires `activation_peak_bytes` below a number of bytes; `hint` is as for `peak_below`."""
         hint = self._no_effect() or self._start_fell() or self._keeps_more(hint) or hint or self._largest()
         return self._below("the activation peak", self._record.activation_peak_bytes, num_bytes, hint)
 
@@ -156,7 +150,6 @@ class Check(Goals):
         """Requires `host_bytes` below a number of bytes.
 
         Args:
-            num_bytes: The limit.
             hint: What to look at, in the words of the exercise; by default, what the host holds.
         """
         hint = hint or "the host holds what is offloaded, and the state of parameters that the CPU updates"
@@ -256,11 +249,7 @@ class Check(Goals):
         return self.goal(False, what, hint)
 
     def with_state(self, **options: object) -> Self:
-        """Requires some options of the training state.
-
-        Args:
-            **options: Fields of `TrainingState` with the value that each must have.
-        """
+        """Requires fields of `TrainingState`, each with the value that it must have."""
         state = self._record.scenario.state
         for name, needed in options.items():
             value = getattr(state, name)
@@ -327,7 +316,6 @@ class Check(Goals):
         """Requires that the highest and the lowest peak of a job's ranks are closer than a number of bytes.
 
         Args:
-            num_bytes: The limit.
             hint: What to look at, in the words of the exercise; by default, the two ranks to compare. If a setting had
                 no effect, the line says why instead.
         """

@@ -44,7 +44,6 @@ def candidates(
     Args:
         settings: What each candidate does at least. Their remedy for checkpoints' inputs, which is not a setting of
             Megatron's, is kept where it acts.
-        scenario: The model and its workload.
         depth: How many modules more each candidate has at most. 1 is one module to recompute or one to offload, or all
             layers. None is every set of modules, every way to recompute whole layers, and every pair of a way to
             recompute and a set to offload.

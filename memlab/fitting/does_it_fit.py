@@ -102,6 +102,8 @@ class Fit:
     forward-only pass has none: they are about what is kept for backward."""
     not_tried: tuple[str, ...] = ()
     """In words, what might make it fit and was not tried, because the time for it was over."""
+    num_tried: int = 0
+    """Settings that were tried beside the step's own."""
 
     @property
     def fits(self) -> bool:
@@ -161,13 +163,7 @@ class Fit:
 
 
 def verdict_margin(verdict: Verdict, limit_bytes: int, peak: PeakRange) -> str:
-    """Says by how much a step fits or not, after the words of its verdict.
-
-    Args:
-        verdict: Of the step.
-        limit_bytes: What torch may reserve.
-        peak: Of the step.
-    """
+    """Says by how much a step fits or not, after the words of its verdict."""
     short_bytes = peak.peak_allocated_bytes - limit_bytes
     if verdict == "does not fit":
         if short_bytes <= 0:
@@ -176,7 +172,7 @@ def verdict_margin(verdict: Verdict, limit_bytes: int, peak: PeakRange) -> str:
             return (
                 f": even the lower end of its peak ({peak}) is short by {format_bytes(peak.lower_bytes - limit_bytes)}"
             )
-        return f": short by {format_bytes(short_bytes)}"
+        return f": short by {format_bytes(short_bytes)} of allocated bytes"
     if peak.is_exact:
         why = ": the step may need more than predicted, and not every free byte can be used"
         less = f', not enough for "fits"{why}' if verdict == "may fit" else ""
@@ -190,9 +186,7 @@ def basis_of(scenario: Scenario, backend: str = "simulated", *, is_measured: boo
     """Says what a verdict on a step is based on, and which routing a prediction assumes.
 
     Args:
-        scenario: Of the step.
         backend: Name of the backend whose step was predicted or measured: ``cpu``, or else a GPU's.
-        is_measured: Whether it was measured.
     """
     if is_measured:
         place = "a GPU" if KINDS[backend].has_allocator else "this CPU; it says nothing about a GPU"
@@ -220,15 +214,23 @@ class FitInterrupted(Interrupted[Fit]):
     """Ctrl-C after the verdict, while alternatives are predicted."""
 
 
-def judge_fit(record: StepRecord, steps: Steps, gpu_memory_bytes: int, not_modelled: Sequence[NotModelled] = ()) -> Fit:
+def judge_fit(
+    record: StepRecord,
+    steps: Steps,
+    gpu_memory_bytes: int,
+    not_modelled: Sequence[NotModelled] = (),
+    *,
+    on_verdict: Callable[[], None] = lambda: None,
+) -> Fit:
     """Compares a step with a GPU's memory, and where it does not fit, predicts what would.
 
-    For the arguments see `judge_step`.
+    For the arguments see `judge_step`; `on_verdict` is called before anything else is predicted.
 
     Raises:
         FitInterrupted: At Ctrl-C, once there is a verdict.
     """
     fit = judge_step(record, steps, gpu_memory_bytes, not_modelled)
+    on_verdict()
     return with_alternatives(fit, record, steps, not_modelled)
 
 
@@ -241,7 +243,6 @@ def judge_step(
         record: A step that finished.
         steps: Takes further steps of the same scenario.
         gpu_memory_bytes: Of the whole GPU.
-        not_modelled: What the step's job does and memlab does not predict.
     """
     outside = outside_torch_of(record.scenario)
     limit_bytes = gpu_memory_bytes - outside.total_bytes
@@ -279,10 +280,7 @@ def with_alternatives(
     """Predicts what would fit, where a step does not.
 
     Args:
-        fit: The verdict on it, by `judge_step`.
-        record: The step.
         steps: As for `judge_step`. A step that they stop ends the search; it and the others were not tried.
-        not_modelled: As for `judge_step`.
         is_allowed: Says which settings may be proposed.
 
     Raises:
@@ -293,7 +291,8 @@ def with_alternatives(
     own, *choices = candidates(record.settings, record.scenario, depth=1, with_remedy=record.residual_bytes > 0)
     assert own == record.settings
     # Micro-batches with offload are not replayed: those settings may take the time of all others.
-    left = sorted(filter(is_allowed, choices), key=lambda settings: len(settings.offload_modules or ()))
+    choices = sorted(filter(is_allowed, choices), key=lambda settings: len(settings.offload_modules or ()))
+    left = list(choices)
     found: list[Alternative] = []
     try:
         for each in _alternatives(left, steps, fit.limit_bytes, not_modelled):
@@ -301,7 +300,12 @@ def with_alternatives(
             left.pop(0)
     except KeyboardInterrupt:
         raise FitInterrupted(replace(fit, alternatives=_by_cost(found))) from None
-    return replace(fit, alternatives=_by_cost(found), not_tried=(*fit.not_tried, *map(str, left)))
+    return replace(
+        fit,
+        alternatives=_by_cost(found),
+        not_tried=(*fit.not_tried, *map(str, left)),
+        num_tried=len(choices) - len(left),
+    )
 
 
 def _certain_bytes(record: StepRecord, peak: PeakRange, limit_bytes: int) -> int | None:
@@ -350,7 +354,6 @@ def judge(record: StepRecord, steps: Steps, limit_bytes: int, peak: PeakRange | 
     Args:
         record: Of the step, without a limit.
         steps: Says whether the step completes within a limit.
-        limit_bytes: What torch may hold.
         peak: Both ends of the step's peak; None is that of a step whose job memlab models as a whole.
     """
     if record.status != "ok":

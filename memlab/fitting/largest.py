@@ -179,13 +179,9 @@ def largest(
     """Finds the largest value with which a step fits.
 
     Args:
-        what: What is varied.
-        settings: Of all steps.
         scenarios: The job on every rank that is judged: the worst of them counts.
         predict_all: Predicts steps under the settings, judged by the limit.
-        limit_bytes: What torch may hold.
         outside_torch_bytes: What else is on the GPU; only copied to the result.
-        on_tried: Called with each value.
 
     Raises:
         LargestInterrupted: At Ctrl-C or `PredictionLostError`, with what was found until then.

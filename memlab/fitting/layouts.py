@@ -205,8 +205,6 @@ def search_layouts(
         job: With data parallelism alone; it says how many GPUs and how many sequences per step there are.
         given: Sizes that are not varied.
         base: What each setting does at least.
-        gpu_memory_bytes: Of each GPU.
-        predict: Predicts a step.
         is_allowed: Says which settings may be proposed; the base is always tried.
         on_layout: Called with each layout that was predicted, what was found, and how many may follow.
         look_ahead: Called once, before the first step, with a function that says at any moment which steps of the

@@ -37,7 +37,6 @@ def judge(record: StepRecord, earlier_records: Sequence[StepRecord]) -> StepReco
     - ``capacity``: no setting that is known fits: the static bytes and the least activations exceed the memory.
 
     Args:
-        record: The step.
         earlier_records: Of the lab: they show what fitted, and what other settings need.
 
     Returns:

@@ -106,7 +106,6 @@ def estimate_outside_torch(
     """Estimates what the GPU of a rank of Megatron-Core holds outside torch's allocator.
 
     Args:
-        layout: Of the job, with the rank.
         model: Says whether there are experts, a bias of experts and tied embeddings, which have groups of their own.
             None: a dense model without tied embeddings, unless the layout spreads experts.
         state: Says whether there are layers of multi-token prediction, beside which the last stage has a copy of the

@@ -70,7 +70,6 @@ class PeakRange:
 
         Args:
             record: Of a step without a limit. With its timeline, the lower end is nearer to the peak.
-            not_modelled: What the step's job does and memlab does not predict.
         """
         peak = record.peak_allocated_bytes
         if not KINDS[record.backend].is_prediction:

@@ -59,10 +59,7 @@ class Prediction:
         """Judges a step that was taken without a limit.
 
         Args:
-            record: Of the step.
             steps: Says whether it completes within the limit.
-            limit_bytes: What torch may reserve.
-            not_modelled: What the step's job does and memlab does not predict.
             communicated_bytes: What the rank sent in it, by kind of collective.
         """
         return cls.judged(Seen.of(record, not_modelled, communicated_bytes=communicated_bytes), steps, limit_bytes)

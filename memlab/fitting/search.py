@@ -54,10 +54,7 @@ def search(
     Args:
         base: What each setting does at least.
         scenarios: The model and its workload, on each rank that is judged: the worst of them counts.
-        predict: Predicts a step on one of them.
-        limit_bytes: The most that torch may hold.
         outside_torch_bytes: What else is on the GPU; only copied to the result.
-        resolution_bytes: As in `SearchResult`.
         max_steps: The most settings to predict; None is as many as are needed.
         alone: Predicts settings with one change only (`each_alone`), and all of them.
         is_allowed: Says which settings may be proposed; the base is always predicted.

@@ -469,7 +469,6 @@ def bounded_by(rows: Iterable[NotModelled], keys: Collection[str], other: Scenar
     With a fused accumulation of gradients, Transformer Engine keeps one unused gradient of each shape too.
 
     Args:
-        rows: What is not modelled of a job.
         keys: Of the second model.
         other: What it trains; None if memlab refuses it, which leaves the rows as they are.
     """

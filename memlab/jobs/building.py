@@ -116,7 +116,6 @@ def _count_chunks_in_layers(reading: Reading, num_layers: int) -> None:
     """Takes the model chunks of a stage from the layers of a chunk, by the rule of Megatron-LM's `validate_args`.
 
     Args:
-        reading: Of the job.
         num_layers: Of the model, with what counts as a layer (`_COUNTED`).
     """
     key = "num_layers_per_virtual_pipeline_stage"

@@ -84,6 +84,8 @@ class Entries:
     """Names of the flags behind a program, without those of what launches it."""
     recipe: str = ""
     """Where the values of the recipe that a job names come from; empty where it names none that memlab can read."""
+    file_for_flags: str = ""
+    """Name of the file whose values the program takes in place of all flags; empty where it takes the flags."""
     started_in: Path | None = None
     """The folder near a script to which it goes, and that has the job's program; None where there is none."""
     own_files: set[str] = field(default_factory=set)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+from dataclasses import replace
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,7 @@ from memlab.jobs.frameworks.torchtitan import TORCHTITAN
 from memlab.jobs.hydra_defaults import SELF, Default, defaults_of, merge_over, package_in, placed
 from memlab.jobs.interpolation import resolve
 from memlab.jobs.model_args import file_of_a_launcher, is_started_by_a_launcher, model_args
+from memlab.jobs.pbs import with_nodes
 from memlab.jobs.recipe_command import read_recipe, take_recipe_of_file
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
@@ -117,18 +121,26 @@ def _of_script(
     is_started: bool,
 ) -> tuple[str, Entries]:
     of_slurm = nodes_of(text)
+    text, of_pbs = with_nodes(text)
     script = read_script(text, path, of_slurm | variables, arguments=arguments, is_job=is_job)
     own = None if format_name is not None or is_started else _job_that_is_started(script, path, of_slurm | variables)
     found, entries = own or _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
         take_ranks(text, entries)
     note_nodes(of_slurm, entries)
+    entries.warnings += [of_pbs] if of_pbs else []
     return found, entries
 
 
 _HYDRA_MAIN = re.compile(
     r"@hydra\.main\(\s*config_path=[\"']([^\"']{1,200})[\"'],\s*config_name=[\"']([\w-]{1,100})[\"']"
 )
+
+_HYDRA_MAIN_ELSEWHERE = re.compile(
+    r"@hydra\.main\(\s*config_path=[^\"',]{1,200},\s*config_name=[\"']([\w-]{1,100})[\"']"
+)
+_MOST_FILES_SEARCHED = 20_000
+_AT_THE_TOP = (".git", "pyproject.toml", "setup.py")
 
 
 def is_job(words: list[str]) -> bool:
@@ -261,8 +273,6 @@ def _with_defaults(
     """Returns the keys of a file over those of the files that its key ``defaults`` names.
 
     Args:
-        root: What the file contains.
-        path: The file.
         named: Every file that was read so far; those that this one names are appended.
         chain: The files that named this one, each the next.
         package: The mapping that gets the file's keys.
@@ -344,27 +354,35 @@ def _take_named_defaults(root: Node, read: list[Path], framework: Framework, ent
     """Takes what a file's ``defaults`` say where they name one of the framework's own configurations.
 
     Args:
-        root: What the file contains.
         read: The files that its ``defaults`` name and that are there.
-        framework: Whose job it is.
         entries: The keys of all of these files.
     """
     own = framework.folder_of_configurations
     entries.own_files |= {file.name for file in read if own and own in file.as_posix()}
     for default in defaults_of(root.value["defaults"]) if "defaults" in root.value else []:
         stem = Path(default.file or "").stem
-        if stem not in framework.configurations:
+        of_examples = {} if stem in {file.stem for file in read} else framework.examples
+        if stem not in framework.configurations and stem not in of_examples:
             continue
-        for key, value in framework.configurations[stem].items():
+        for key, value in (framework.configurations.get(stem) or of_examples.get(stem, {})).items():
             if key not in entries.by_key:
                 entries.add(key, value, default.line)
         missing = f"the defaults {shortened(default.name)} are not beside"
         entries.warnings = [one for one in entries.warnings if missing not in one]
+        if stem in of_examples:
+            entries.warnings.append(_takes_an_example(f"line {default.line}", default.name, framework))
 
 
 def _script_format(script: Script, path: Path, format_name: str | None) -> tuple[str, Entries]:
-    texts = [[word for word, _ in command.words] for command in script.commands]
-    found = format_name or framework_of_commands(texts)
+    recognized = framework_of_commands(_texts_of(script.commands))
+    split = script.commands if recognized else [_with_split_words(command) for command in script.commands]
+    if recognized is None and (recognized := framework_of_commands(_texts_of(split))) is not None:
+        script = replace(script, commands=split)
+        script.warnings.append(
+            "the arguments of the job are one quoted word of a program that memlab does not know: memlab takes them "
+            "for those of the framework's own program"
+        )
+    found = format_name or recognized
     # Arguments may be missing because of what could not be followed, such as a sourced file.
     causes = [*script.causes, *([script.lacks_arguments] if script.lacks_arguments else []), *script.warnings]
     cause = f"{path.name}, {causes[0]}; " if causes else ""
@@ -383,10 +401,12 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             programs = [Entry("", word.rpartition("/")[2], at) for word, at in command.words if word.endswith(".py")]
             entries.program = programs[-1] if programs else None
             entries.flags_of_program = _flags_after_program(command)
+            _leave_out_flags_of_the_launcher(framework, entries)
             _take_files_of_flags(found, command, words, path, entries)
         else:
             entries.environment = dict(command.variables)
-            entries.started_in = _folder_of_program(_program_of(words), script.folders, path)
+            folders = [*script.folders, *_folders_of_modules(command.variables.get("PYTHONPATH", ""))]
+            entries.started_in = _folder_of_program(_program_of(words), folders, path)
             words = _with_flags_as_overrides(words) if found == "automodel" else words
             _take_overrides(words, path, framework, entries)
         if by_file is not None:
@@ -405,6 +425,28 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
     if not entries.by_key:
         raise ValueError(f"{cause}{path.name} has no arguments of {found}: {_ACTION}")
     return found, entries
+
+
+_ARGUMENT = re.compile(r"--[a-z]|[+~]*[a-z_]+[.][\w.]+=")
+_LEAST_ARGUMENTS = 3
+"""That a quoted word has, where it is a list of arguments."""
+
+
+def _texts_of(commands: list[Command]) -> list[list[str]]:
+    return [[word for word, _ in command.words] for command in commands]
+
+
+def _with_split_words(command: Command) -> Command:
+    """Divides the words of a command that are lists of arguments themselves."""
+    words: list[tuple[str, int]] = []
+    for word, line in command.words:
+        try:
+            parts = shlex.split(word) if len(word.split()) >= _LEAST_ARGUMENTS else []
+        except ValueError:
+            parts = []
+        is_list = sum(_ARGUMENT.match(part) is not None for part in parts) >= _LEAST_ARGUMENTS
+        words += [(part, line) for part in parts] if is_list else [(word, line)]
+    return replace(command, words=words)
 
 
 def _with_flags_as_overrides(words: list[tuple[str, int]]) -> list[tuple[str, int]]:
@@ -430,6 +472,13 @@ def _flags_after_program(command: Command) -> frozenset[str]:
     own = Entries()
     read_flags([one for one in command.words[start + 1 :] if not isinstance(one[0], OwnArguments)], own)
     return frozenset(own.by_key)
+
+
+def _leave_out_flags_of_the_launcher(framework: Framework, entries: Entries) -> None:
+    """Drops what stands before a Python program and is no key of the framework, such as ``srun --container-image``."""
+    if entries.program is not None and entries.flags_of_program:
+        for key in [key for key in entries.by_key if key not in entries.flags_of_program and not framework.knows(key)]:
+            del entries.by_key[key]
 
 
 _TRAINS_NOT = re.compile(r"(?i)eval|convert|export|infer|generat|serv|test|data|plot")
@@ -510,6 +559,10 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
         script.causes.insert(0, _reads_only_a_line(command, file.name, "starts no job that memlab can read"))
         return None
     entries.warnings.append(f"line {command.line}: the script starts {file.name}, and memlab reads the job of that one")
+    entries.causes[:0] = script.causes
+    entries.environment = {
+        one: text for one, text in command.variables.items() if one in variables
+    } | entries.environment
     _without_own_arguments(command, entries.warnings)
     return name, entries
 
@@ -582,16 +635,47 @@ def _take_configuration(
         # A name alone says no folder, so that a file above the script may be another job's.
         others = [up / where for up in path.absolute().parents] if key == "config" or len(where.parts) > 1 else []
         if key == "config_name" and "config_path" not in flags.by_key:
-            others += [named[0].parent / named[1] / base.name] if named is not None else []
-        others += _of_another_machine(folder, where, base, path)
-        base = next((one for one in (base, *others) if _is_file(one)), base)
-        if entry.is_unknown or not _is_file(base):
+            others += [_file_of_a_name(base.name, named, path)]
+        elsewhere = _of_another_machine(folder, where, base, path)
+        base = next((one for one in (base, *others, *elsewhere) if _is_file(one)), base)
+        if base in elsewhere and not entry.is_unknown:
             entries.warnings.append(
-                f"{entry.place}: the configuration{'' if entry.is_unknown else f' {shortened(name)}'} is not beside "
-                "the script, so memlab takes the framework's own defaults: put it there, or give its keys with --set"
+                f"{entry.place}: the configuration {shortened(name)} has the folder of another machine, so memlab "
+                f"reads {base}, whose path ends alike: give its keys with --set if that is another file"
             )
+        if entry.is_unknown or not _is_file(base):
+            _take_missing_configuration(name, entry, framework, entries)
             continue
         _take_configuration_file(base, framework, entries)
+
+
+def _file_of_a_name(name: str, named: tuple[Path, str, str] | None, path: Path) -> Path:
+    """Returns a configuration in the folder that the program's source names, or the only one in the repository."""
+    if named is not None:
+        return named[0].parent / named[1] / name
+    top = next((up for up in path.absolute().parents if any((up / one).exists() for one in _AT_THE_TOP)), None)
+    folder = None if top is None else _folder_of_the_only(name, top)
+    return path.parent / name if folder is None else folder / name
+
+
+def _take_missing_configuration(name: str, entry: Entry, framework: Framework, entries: Entries) -> None:
+    """Says that a configuration is missing, and takes what the one of its name in the framework's repository has."""
+    example = None if entry.is_unknown else framework.examples.get(Path(name).stem)
+    for key, value in (example or {}).items():
+        entries.add(key, value, entry.line)
+    entries.warnings.append(
+        _takes_an_example(entry.place, name, framework)
+        if example is not None
+        else f"{entry.place}: the configuration{'' if entry.is_unknown else f' {shortened(name)}'} is not beside the "
+        "script, so memlab takes the framework's own defaults: put it there, or give its keys with --set"
+    )
+
+
+def _takes_an_example(place: str, name: str, framework: Framework) -> str:
+    return (
+        f"{place}: the configuration {shortened(name)} is not beside the job, so memlab takes what it has in "
+        f"{framework.title}'s repository ({framework.source}): put yours there if it is another one"
+    )
 
 
 def _of_another_machine(folder: str, where: Path, base: Path, path: Path) -> list[Path]:
@@ -664,7 +748,7 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
         return
     module = str(entries.program.value).removesuffix(".py").replace("/", ".")
     usual = next((name for one, name in framework.configuration_of.items() if module.endswith(one)), None)
-    if usual is not None:
+    if usual is not None and usual in framework.configurations:
         _take_other_defaults(usual, entries.program, framework, entries)
     if named is None:
         return
@@ -703,6 +787,10 @@ def _take_file_in_source(path: Path, framework: Framework, entries: Entries) -> 
     source = _source_of(str(program.value), path)
     found = None if source is None else framework.file_in_source.search(_text(source)[0])
     base = None if source is None or found is None else source.parent.joinpath(*re.findall(r'"([^"]+)"', found[1]))
+    example = framework.configuration_of.get(Path(str(program.value)).stem, "")
+    if (base is None or not _is_file(base)) and example in framework.examples:
+        _take_missing_configuration(example, program, framework, entries)
+        return
     if base is None or not _is_file(base):
         entries.warnings.append(
             f"{program.place}: the command names no configuration, and the one that {Path(str(program.value)).name} "
@@ -731,8 +819,29 @@ def _named_for_hydra(
     source = source or _source_of(str(program.value), path)
     if _is_of(framework, program) and (source is None or not framework.has_earlier_configurations(source)):
         return None
-    found = None if source is None else _HYDRA_MAIN.search(_text(source)[0])
-    return None if source is None or found is None else (source, found[1], found[2])
+    if source is None:
+        return None
+    if (found := _HYDRA_MAIN.search(_text(source)[0])) is not None:
+        return source, found[1], found[2]
+    if (elsewhere := _HYDRA_MAIN_ELSEWHERE.search(_text(source)[0])) is None:
+        return None
+    top = source.parent
+    while (top / "__init__.py").is_file():
+        top = top.parent
+    folder = _folder_of_the_only(f"{elsewhere[1]}.yaml", top)
+    return None if folder is None else (source, os.path.relpath(folder, source.parent), elsewhere[1])
+
+
+def _folder_of_the_only(name: str, top: Path) -> Path | None:
+    """Returns the folder of the one file of a name below another one; None where there are several, or none."""
+    found, count = [], 0
+    for folder, folders, files in os.walk(top):
+        folders[:] = sorted(one for one in folders if not one.startswith((".", "_")) and one != "node_modules")
+        found += [Path(folder)] if name in files else []
+        count += len(files)
+        if count > _MOST_FILES_SEARCHED:
+            return None
+    return found[0] if len(found) == 1 else None
 
 
 def _source_of(program: str, path: Path) -> Path | None:
@@ -747,6 +856,15 @@ def _source_of(program: str, path: Path) -> Path | None:
         if _is_file(in_a_checkout):
             return in_a_checkout
     return None
+
+
+def _folders_of_modules(paths: str) -> list[str]:
+    """Returns the ends of the paths in PYTHONPATH, the longest first: their beginnings are those of another machine."""
+    found = []
+    for path in paths.split(":"):
+        parts = [part for part in re.split(f"[/{UNKNOWN}]", path) if re.match(r"\w", part)]
+        found += ["/".join(parts[start:]) for start in range(max(0, len(parts) - 3), len(parts))]
+    return found
 
 
 def _folder_of_program(program: Entry | None, names: list[str], path: Path) -> Path | None:
@@ -844,6 +962,7 @@ def _take_file_for_flags(path: Path, entries: Entries) -> None:
     kept = {key: flags[key] for key in ("nnodes", "nproc_per_node") if key in flags}
     dropped = [f"--{key.replace('_', '-')}" for key in flags if key not in kept and key != "yaml_cfg"]
     entries.by_key = own.of_file(Path(name).name).by_key | kept
+    entries.file_for_flags = Path(name).name
     entries.warnings.append(
         f"{named.place}: with --yaml-cfg Megatron-LM reads {Path(name).name} in place of all flags"
         + (f", so these change nothing: {', '.join(dropped)}" if dropped else "")
@@ -890,8 +1009,6 @@ def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node |
 
     Args:
         name: As the command has it.
-        line: Of the command.
-        path: The script.
         entries: They get a warning if the file is not there.
 
     Returns:

@@ -36,6 +36,7 @@ from memlab.jobs.frameworks.megatron_keys import SAID_OF_LAYERS, SAID_OF_MODELS
 from memlab.jobs.frameworks.refused_options import check_core
 from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named, table_of
 from memlab.jobs.model import architecture_named, architecture_of, missing_sizes
+from memlab.jobs.model_names import lines_of_siblings, models_in
 from memlab.jobs.other_models import OtherModel, of_config, of_sizes, other_model, shown_fields
 from memlab.jobs.validation_passes import note_validation
 
@@ -391,7 +392,7 @@ def _without_effect(framework: Framework, reading: Reading) -> dict[str, str]:
 def _as_read(framework: Framework, reading: Reading) -> dict[str, Any]:
     """Returns the values of a job that memlab cannot predict, with its model's sizes and what it does between steps."""
     name = reading.values.get("architecture")
-    model = None if name is None else published_architecture(str(name))
+    model = reading.architecture or (None if name is None else published_architecture(str(name)))
     phases = {} if reading.rollout is None else reading.rollout.to_dict()
     phases = {f"rollout_{name}" if name in reading.values else name: value for name, value in phases.items()}
     values = {name: value for name, value in reading.values.items() if value is not None} | {"engine": framework.engine}
@@ -659,6 +660,11 @@ def _why_not_alone(model: OtherModel, framework: Framework) -> str:
     return ", beside which memlab predicts a language model with Megatron only"
 
 
+_OF_A_RUN = re.compile(
+    r"(^|[._])((experiment|run|exp|project|wandb)_name|save|model_path|ckpt_path|pretrained_checkpoint)$"
+)
+
+
 def _language_model(model: OtherModel | None, framework: Framework, reading: Reading) -> Architecture | None:
     """Returns the language model of the job's model, where memlab predicts it without the towers beside it."""
     if model is None or framework.engine != "megatron":
@@ -676,13 +682,30 @@ def _own_architecture(reading: Reading) -> Architecture:
     Raises:
         ValueError: If memlab does not know it, or a size is missing or breaks a rule.
     """
+    if reading.architecture is not None:
+        return reading.architecture
     name = reading.values.get("architecture")
     if name is not None and missing_sizes(reading.values):
-        found = architecture_named(str(name), reading.path.parent)
+        found, warning = architecture_named(str(name), reading.path.parent, _names_of_the_run(reading))
+        if warning and warning not in reading.warnings:
+            reading.warnings.append(warning)
         said = {one.field for one in reading.taken if one.place != "default"} - {"num_layers"}
         own = {name: reading.values.get(name) for name in SAID_OF_MODELS if name in said}
         return replace(found, **{name: value for name, value in own.items() if value is not None})
-    return architecture_of(reading.values, reading.path.stem)
+    try:
+        return architecture_of(reading.values, reading.path.stem)
+    except ValueError as error:
+        mentioned = models_in(_names_of_the_run(reading)) if missing_sizes(reading.values) else []
+        if len(mentioned) != 1:
+            raise
+        raise ValueError(f"{error} (the job's names say {mentioned[0]})") from None
+
+
+def _names_of_the_run(reading: Reading) -> list[str]:
+    """Returns the names by which a user calls a job: of its file and of its run."""
+    entries = reading.entries.by_key.items()
+    of_run = [str(one.value) for key, one in entries if _OF_A_RUN.search(key) and isinstance(one.value, str)]
+    return [reading.path.stem, *of_run, *lines_of_siblings(reading.path, str(reading.values.get("architecture") or ""))]
 
 
 def _least_kept(reading: Reading, given: str | Path | Architecture | None) -> dict[str, int]:

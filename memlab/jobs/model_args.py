@@ -25,9 +25,7 @@ def model_args(root: Node, variables: dict[str, str], file: str) -> Entries:
     """Returns the flags of ``MODEL_ARGS`` and the variables of ``ENV_VARS``.
 
     Args:
-        root: Of the file.
         variables: Of the environment in which the launcher runs. A value with another variable is unknown.
-        file: Its name, for messages.
 
     Raises:
         ValueError: If a flag has more than a value or a list of values.

@@ -40,9 +40,7 @@ def read_recipe(words: list[tuple[str, int]], path: Path, entries: Entries) -> N
     A model and a mode stand for the recipe ``MODEL_MODE_config``. An option that stands for no key is a key itself.
 
     Args:
-        words: Of the command.
         path: The script's file; the recipes of the checkout that it belongs to come before those that are installed.
-        entries: Of the job.
     """
     given: dict[str, tuple[str, int]] = {}
     starts = [index for index, (word, _) in enumerate(words) if word.rpartition("/")[2] == _PROGRAM]

@@ -17,9 +17,7 @@ def values_of(root: Node, argument: str, name: str) -> Entries:
     """Returns the values that a file gives to arguments of the training.
 
     Args:
-        root: Of the file.
         argument: One of `FILES`.
-        name: Of the file, for messages.
 
     Raises:
         ValueError: If aliases make more keys of it than any real file has.

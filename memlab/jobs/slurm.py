@@ -18,7 +18,6 @@ def take_ranks(text: str, entries: Entries) -> None:
     per node, this task starts the ranks.
 
     Args:
-        text: The script.
         entries: Its job, which gets torchrun's ``nnodes`` and ``nproc_per_node``.
     """
     if {"nnodes", "nproc_per_node"} & entries.by_key.keys():

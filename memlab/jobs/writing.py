@@ -41,8 +41,6 @@ def written(framework_name: str, scenario: Scenario, settings: MemorySettings, *
 
     Args:
         framework_name: One of `FRAMEWORKS`.
-        scenario: Of the job.
-        settings: Of its steps.
         source: The job that it was read from. If that is of the same framework, only what differs from it is written.
 
     Raises:
@@ -152,7 +150,6 @@ def writable(framework_name: str | None, scenario: Scenario, base: MemorySetting
 
     Args:
         framework_name: One of `FRAMEWORKS`; None, no framework, can express everything.
-        scenario: Of the job.
         base: The job's own settings. What the framework cannot express of them restricts nothing.
 
     Raises:

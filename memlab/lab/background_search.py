@@ -26,9 +26,7 @@ class BackgroundSearch:
     """A search on a thread of its own. It ends by itself or by `stop`; `on_end` is called once, whatever happens.
 
     Args:
-        scenario: What is run.
         base: What each setting does at least.
-        limit_bytes: What torch may hold.
         resolution_bytes: As for `memlab.fitting.search.search`.
         alone: As for `memlab.fitting.search.search`.
         backend: Name of the backend whose steps are predicted; on the ``cpu``, routing is as chance spreads tokens.

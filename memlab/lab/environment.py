@@ -22,7 +22,6 @@ def versions(engine: EngineName, predicted: Versions | None) -> dict[str, str]:
     """Returns the versions of memlab, Python and the packages that compute; a missing one is ``not installed``.
 
     Args:
-        engine: What trains.
         predicted: Those that a prediction is made for, whose Transformer Engine stands for the installed one; None for
             a step that computes.
     """

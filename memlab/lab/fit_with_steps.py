@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from memlab.config.backend_kind import KINDS
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.config.validation import is_whole_number
+from memlab.config.validation import check_number, is_whole_number
 from memlab.fitting.does_it_fit import Fit, judge_fit
 from memlab.fitting.measured_margin import further_steps_of
 from memlab.lab.one_process import OneProcess
@@ -39,6 +41,12 @@ class _StepsOfLab:
 
     def __init__(self, session: Session, of_pass: Scenario | None) -> None:
         self._session, self._of_pass = session, of_pass
+        self._stop_at = math.inf
+        self._not_begun: StepRecord | None = None
+
+    def stop_after(self, seconds: float, record: StepRecord) -> None:
+        """Begins no step that would begin later, and returns a record for it that says so, made of the given one."""
+        self._stop_at, self._not_begun = time.monotonic() + seconds, replace(record, status="interrupted")
 
     def __call__(self, settings: MemorySettings, limit_bytes: int | None = None) -> StepRecord:
         """Takes a step, or a pass without backward.
@@ -46,6 +54,8 @@ class _StepsOfLab:
         Raises:
             ValueError: If it is stopped.
         """
+        if self._not_begun is not None and time.monotonic() > self._stop_at:
+            return self._not_begun
         self._session.device_memory_bytes = limit_bytes
         request: StepRequest | PassRequest = StepRequest(settings=settings)
         if self._of_pass is not None:
@@ -83,6 +93,8 @@ class _StepsFromTheStart(_StepsOfLab):
 
     def __call__(self, settings: MemorySettings, limit_bytes: int | None = None) -> StepRecord:
         """Takes a step, or a pass without backward; without a limit, its requests to the allocator are logged."""
+        if self._not_begun is not None and time.monotonic() > self._stop_at:
+            return self._not_begun
         self._last = self._requests = None
         self.starts_over = self.starts_over and self._own.start_over()
         if limit_bytes is not None or not self.starts_over:
@@ -106,14 +118,13 @@ class _StepsFromTheStart(_StepsOfLab):
         return self._requests.completes_within(limit_bytes, further_steps)
 
 
-def judge_with_steps(session: Session, record: StepRecord, gpu_memory: str | int, own: Scenario) -> Fit:
+def judge_with_steps(session: Session, record: StepRecord, gpu_memory: str | int, own: Scenario, seconds: float) -> Fit:
     """Compares a step or a pass with a GPU's memory, with further ones of the same model.
 
     Args:
-        session: The model.
-        record: Of the step or the pass.
         gpu_memory: Of the whole GPU, in bytes or as text such as ``"80GiB"``.
         own: The scenario of the further steps or passes, which has to be the record's.
+        seconds: For what else would fit, after the verdict: what has not begun then is not tried.
 
     Raises:
         ValueError: If the size or the record breaks a rule, or if a step is stopped.
@@ -124,14 +135,16 @@ def judge_with_steps(session: Session, record: StepRecord, gpu_memory: str | int
     if record.status != "ok":
         raise ValueError(f"{record} did not finish, so memlab cannot compare it with a GPU: take a step that fits")
     _check_same_scenario(own, record)
+    check_number("seconds", seconds, None, math.inf, action="give seconds, or math.inf for no limit")
     limit_before, settings_before = session.device_memory_bytes, session.settings
     of_pass = own if record.forward_only else None
-    try:
-        if not (isinstance(session, OneProcess) and KINDS[record.backend].is_prediction):
-            return judge_fit(record, _StepsOfLab(session, of_pass), num_bytes)
+    steps = _StepsOfLab(session, of_pass)
+    if isinstance(session, OneProcess) and KINDS[record.backend].is_prediction:
         steps = _StepsFromTheStart(session, of_pass)
-        fit = judge_fit(record, steps, num_bytes)
-        return fit if steps.starts_over else replace(fit, basis=f"{fit.basis}; {_OF_FURTHER_STEPS}")
+    try:
+        fit = judge_fit(record, steps, num_bytes, on_verdict=lambda: steps.stop_after(seconds, record))
+        is_new = not isinstance(steps, _StepsFromTheStart) or steps.starts_over
+        return fit if is_new else replace(fit, basis=f"{fit.basis}; {_OF_FURTHER_STEPS}")
     finally:
         session.device_memory_bytes = limit_before
         if session.settings != settings_before:

@@ -38,10 +38,7 @@ def predict_phases(
 
     Args:
         scenario: The training steps, on the rank to predict.
-        settings: Of the steps.
-        rollout: What the job does between them.
         gpu_memory_bytes: Of each GPU; None leaves out what is left.
-        replay: As for a `Lab`.
         on_progress: Called with the progress of the training step.
 
     Raises:
@@ -67,11 +64,7 @@ def phases_of(
     A training step begins with loading what is on the host, and ends with offloading it again.
 
     Args:
-        trained: The step.
-        steps: Has taken the step.
-        rollout: What the job does between its steps.
         gpu_memory_bytes: Of each GPU; None leaves out what is left.
-        replay: As for a `Lab`.
 
     Raises:
         ValueError: If memlab refuses the workload of the forward-only pass.
@@ -199,10 +192,7 @@ def _most_with_cached(
     2.7 GiB that one left on an H200, a step used all but the 0.6 of its stream (verl 0.9.1, ``to`` of its FSDP engine).
 
     Args:
-        rollout: Of the job.
-        trained: A training step.
         passed: The policy's pass, if there is one.
-        frozen: The pass of a reference model.
         start: What is allocated before the first pass and after each.
         beside: What is on the device beside the policy's pass, and beside the training step.
 
@@ -259,7 +249,6 @@ def _gathered_bytes(scenario: Scenario, rollout: Rollout, free_bytes: int | None
 
     Args:
         scenario: Of the training steps.
-        rollout: Of the job.
         free_bytes: Of the GPU as the sync begins; None where that is not known.
     """
     if rollout.engine_bytes is not None:  # Megatron copies weights from tensor to tensor

@@ -66,7 +66,6 @@ class KeptPredictions:
     """The predictions of one version of the code.
 
     Args:
-        folder: Where they are kept.
         environment: Digest of what decides about predicted steps beside what is asked for.
         changing: Digest of the packages that may change while a search runs.
     """
@@ -105,14 +104,7 @@ class KeptPredictions:
         limit_bytes: int,
         not_modelled: Sequence[NotModelled] = (),
     ) -> Prediction | None:
-        """Returns a prediction that was kept; None if there is none, or none that says whether it fits the limit.
-
-        Args:
-            scenario: What is run.
-            settings: Of the step.
-            limit_bytes: What torch may hold.
-            not_modelled: What the step's job does and memlab does not predict.
-        """
+        """Returns a prediction that was kept; None if there is none, or none that says whether it fits the limit."""
         path = self._path(scenario, settings, not_modelled)
         kept = None if path is None else _read(path)
         if path is None or kept is None:
@@ -141,8 +133,6 @@ class KeptPredictions:
         the search began.
 
         Args:
-            seen: The step.
-            not_modelled: As for `prediction`.
             completes: Whether it completes within limits that were asked for.
         """
         record = seen.record
@@ -183,11 +173,7 @@ class KeptPredictions:
 
 
 class NotedAnswers:
-    """Notes whether a step completes within the limits that are asked for.
-
-    Args:
-        steps: Say it.
-    """
+    """Notes whether a step completes within the limits that are asked for."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps

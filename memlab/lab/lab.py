@@ -263,7 +263,6 @@ class Lab(Residency, Probes):
         each option rebuilds.
 
         Args:
-            state: The training state.
             settings: Applied with it; None keeps the current settings.
 
         Returns:
@@ -281,7 +280,6 @@ class Lab(Residency, Probes):
         """Checks a training state that `set_state` or `submit` would be given; changes nothing.
 
         Args:
-            state: The training state.
             settings: The settings with it; None are the current ones.
 
         Raises:
@@ -383,7 +381,7 @@ class Lab(Residency, Probes):
         """Takes a pass without gradients, backward and optimizer, as reinforcement learning does for log-probabilities.
 
         Optimizer state is what earlier steps have allocated: before the first training step there are no moments. The
-        pass may take other batches than a training step, as slime's ``--log-probs-max-tokens-per-gpu`` gives it a token
+        pass may take other batches than a training step, as verl's ``log_prob_max_token_len_per_gpu`` gives it a token
         budget of its own. Training goes on with its own workload. Megatron keeps the rotary angles of both sequence
         lengths.
 
@@ -439,7 +437,7 @@ class Lab(Residency, Probes):
             )
         self._session.device_memory_bytes = num_bytes
 
-    def fit(self, record: StepRecord, gpu_memory: str | int) -> Fit:
+    def fit(self, record: StepRecord, gpu_memory: str | int, *, seconds: float = 600.0) -> Fit:
         """Compares a step or a forward-only pass with a GPU's memory.
 
         If a training step does not fit, `fit` takes a step under each setting with which the step may fit. The steps
@@ -453,23 +451,22 @@ class Lab(Residency, Probes):
             record: The record of a finished step under the lab's current scenario, or of a forward-only pass, which may
                 have another workload.
             gpu_memory: The memory of the whole GPU, in bytes or as text such as ``"80GiB"``.
+            seconds: How long `fit` begins steps under other settings; `Fit.not_tried` names those that were left.
 
         Raises:
-            ValueError: If `gpu_memory` is not a size of memory, if the step did not finish or has another scenario, or
-                if `stop` ends a step that `fit` takes.
+            ValueError: If `gpu_memory` is not a size of memory, if `seconds` is no number of seconds, if the step did
+                not finish or has another scenario, or if `stop` ends a step that `fit` takes.
         """
         own, given = self.scenario, record.scenario
         if record.forward_only:
             own = self._with_workload(given.seq_length, given.micro_batch_size, given.num_microbatches)
-        return judge_with_steps(self._session, record, gpu_memory, own)
+        return judge_with_steps(self._session, record, gpu_memory, own, seconds)
 
     def each(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method of the lab on every rank at the same time.
 
         Args:
             method: One of `OF_ONE_PROCESS`.
-            *args: Its arguments.
-            **kwargs: Its named arguments.
 
         Returns:
             The answers, in the order of the ranks; for a lab without `ranks`, a list with one answer.

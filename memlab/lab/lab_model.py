@@ -27,13 +27,7 @@ from memlab.replay.steps import replay_of
 
 
 class LabModel:
-    """One live model, its current settings and its meter.
-
-    Args:
-        engine: Builds the model of its scenario.
-        backend: Where the model lives.
-        replays: Whether a simulated step repeats what earlier events have shown.
-    """
+    """One live model, its current settings and its meter; `replays` lets a simulated step repeat what is known."""
 
     transfers: Transfers
 

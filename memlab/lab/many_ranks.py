@@ -50,7 +50,6 @@ class ManyRanks:
     Args:
         scenario: What a step runs; its layout's `rank` is ignored.
         ranks: Engines, at least as many as the layout has ranks.
-        backend: Name of each rank's backend.
         has_allocator: Whether the scenario has the allocator's options; if not, they are those of the ranks' processes.
     """
 

@@ -40,8 +40,6 @@ class OneProcess:
     """The model, what steps it, the thread that both run on, whether the next step is steady, and the records so far.
 
     Args:
-        scenario: What a step runs.
-        backend: Where the model lives.
         replays: Whether a simulated step may repeat what is known (`Lab`).
         engine: Makes what builds and steps the model; None is the scenario's.
     """
@@ -132,7 +130,6 @@ class OneProcess:
         """Runs a job on the worker and waits for it; a job that disturbs makes the next step take a warm-up first.
 
         Args:
-            job: The job.
             disturbs: As above.
             sets: Whether it only sets what a model keeps that starts over.
 

@@ -43,7 +43,6 @@ class PredictionProcess:
 
         Args:
             scenario: What is run. An MoE model's routing is predicted as chance spreads tokens.
-            settings: The memory settings.
             backend: Name of the backend whose step is predicted: bytes on the ``cpu`` have no allocator's rounding.
 
         Returns:

@@ -36,8 +36,6 @@ class StepMonitor:
     """Reads the labels of a step and its warm-up, reports each new place, and raises `StepStopped` on request.
 
     Args:
-        labels: The stepper's.
-        scenario: What the step runs.
         num_steps: 2 with a warm-up step, else 1.
         stops: Returns whether the step is to end where it enters a phase or a layer of it.
         on_progress: Called at each new place.

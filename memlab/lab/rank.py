@@ -33,11 +33,7 @@ class StepEndedEarly(Exception):  # noqa: N818  # what happened
 
 
 class Rank:
-    """Holds the lab of one rank, and calls its methods.
-
-    Args:
-        report: Sends what it is given to the notebook.
-    """
+    """Holds the lab of one rank, and calls its methods; `report` sends what it is given to the notebook."""
 
     def __init__(self, report: Callable[[Any], None]) -> None:
         self._report = report
@@ -92,7 +88,6 @@ class Rank:
 
         Args:
             meeting: Environment variables ``MASTER_ADDR``, ``MASTER_PORT``, ``RANK`` and ``WORLD_SIZE``.
-            backend: Of the lab.
             scenario: Of the lab, with this rank's layout.
             has_allocator: Whether the scenario has the allocator's options; if not, they are those of this process.
 

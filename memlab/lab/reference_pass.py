@@ -38,10 +38,7 @@ class ReferencePeaks:
         gathered ones.
 
         Args:
-            own: The pass.
-            trained: A training step.
             passed: The trained model's pass, if there is one.
-            replay: As for a `Lab`.
         """
         scenario = own.of(trained.scenario)
         with stepping(scenario, forward_only=True, replay=replay) as steps:

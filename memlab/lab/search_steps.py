@@ -119,7 +119,6 @@ class SimulatedSteps:
 
         Args:
             record: The step; it is taken again unless it is the last thing that these steps have done.
-            scenario: The workload of the pass.
         """
         if record is not self._last:
             self._take_again(record)
@@ -185,11 +184,7 @@ def _simulated_lab(scenario: Scenario, backend: str | Backend, *, replay: bool) 
 
 
 class Predictor:
-    """Predicts steps on a simulated lab that stays open: the object that a process of a search serves.
-
-    Args:
-        report: Not used; steps of a search report no progress.
-    """
+    """Predicts steps on a simulated lab that stays open, for a process of a search; it reports no progress."""
 
     def __init__(self, report: Callable[[Any], None] = lambda _: None) -> None:
         del report
@@ -216,12 +211,7 @@ class Predictor:
 
         Args:
             scenario: What is run. Another one than in the last call needs another lab.
-            settings: Of the step.
-            limit_bytes: What torch may hold.
-            replay: As for a `Lab`.
             backend: Name of the backend whose step is predicted: bytes on the ``cpu`` have no allocator's rounding.
-            not_modelled: What the step's job does and memlab does not predict.
-            kept: Where the prediction is kept.
         """
         steps = self._steps_of(scenario, backend, replay=replay)
         seen = Seen.of(steps(settings), not_modelled, communicated_bytes=steps.sent_bytes)

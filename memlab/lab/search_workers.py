@@ -66,9 +66,6 @@ def open_workers(
         engines: How many processes of this machine; 0 and 1 are this process alone, and None is one per core, as far as
             they fit into half of the free host memory. Or the engines of a cluster.
         at_most: How many processes None is at most.
-        replay: As for a `Lab`.
-        backend: Name of the backend whose steps are predicted.
-        not_modelled: What the steps' job does and memlab does not predict.
         apart: Whether this process, which may have a live model, predicts nothing itself.
         kept: What earlier searches have predicted; the engines of a cluster, which may have another version of
             memlab, neither use it nor add to it.
@@ -142,9 +139,6 @@ class Workers:
 
     Args:
         processes: They serve `Predictor`.
-        replay: As for a `Lab`.
-        backend: Name of the backend whose steps are predicted.
-        not_modelled: What the steps' job does and memlab does not predict.
         kept: What earlier searches have predicted. It is used, and added to.
     """
 
@@ -187,9 +181,6 @@ class Workers:
         """Returns a prediction, which may have been made ahead.
 
         Args:
-            scenario: What is run.
-            settings: Of the step.
-            limit_bytes: What torch may hold.
             likely: Says which steps will probably be asked for next.
             num_scenarios: Of how many scenarios these are. A process that goes from one to another opens another lab,
                 so it then gets several steps from which it takes those of one scenario first.
@@ -299,10 +290,7 @@ def front_of(
 
     Args:
         base: What each setting does at least.
-        scenarios: The ranks that are judged.
         workers: They predict. How many there are does not change the result.
-        limit_bytes: What torch may hold.
-        say: Called with each line of progress.
         **options: As `memlab.fitting.search.search` takes them.
     """
     known: list[Likely] = [lambda: iter(())]
@@ -337,11 +325,7 @@ def largest_of(
     """Finds the largest workload that fits, and reports each value that is tried on stderr.
 
     Args:
-        what: What is varied.
-        settings: Of all steps.
-        scenarios: The ranks that are judged.
         workers: They predict. How many there are does not change the result.
-        limit_bytes: What torch may hold.
         **rest: As `memlab.fitting.largest.largest` takes it.
     """
 
@@ -373,7 +357,6 @@ def layouts_that_fit(
         job: With data parallelism alone.
         given: Sizes that are not varied.
         base: What each setting does at least.
-        gpu_memory_bytes: Of each GPU.
         workers: They predict. How many there are does not change the result.
         is_allowed: Says which settings may be proposed.
     """

@@ -26,12 +26,7 @@ class StepRecords:
         self._hardware = hardware(own_device() if model.backend.kind.on_gpu else None)
 
     def make(self, measured: dict[str, Any], timeline: Timeline) -> StepRecord:
-        """Makes the record of the step that has just ended.
-
-        Args:
-            measured: Fields of the record that the step has measured.
-            timeline: The step's.
-        """
+        """Makes the record of the step that has just ended, of what it has measured and of its timeline."""
         model, meter = self._model, self._model.meter
         residual_bytes = meter.uncategorised_bytes()
         if measured.get("status") == "out_of_memory" and meter.out_of_memory is not None:

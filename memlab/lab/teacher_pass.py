@@ -47,13 +47,7 @@ class TeacherPeaks:
 
     @classmethod
     def of(cls, teacher: TeacherPass, rank: int, *, replay: bool) -> Self:
-        """Predicts the passes on one rank.
-
-        Args:
-            teacher: Its passes.
-            rank: Of the student, whose GPU the teacher's rank of the same number has.
-            replay: As for a `Lab`.
-        """
+        """Predicts the passes on one rank, whose GPU is that of the student's rank of the same number."""
         scenario = teacher.on_rank(rank)
         with stepping(scenario, forward_only=True, replay=replay) as steps:
             record = steps(_WEIGHTS_ALONE)

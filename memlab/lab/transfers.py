@@ -22,8 +22,6 @@ class Transfers:
     """Transfers the groups of one live model, and records where each was requested to be.
 
     Args:
-        engine: Of the model.
-        meter: Of the model's backend.
         in_segments: See `Residency.in_segments`.
     """
 

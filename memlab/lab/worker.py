@@ -53,7 +53,6 @@ class Worker:
         """Starts a step and returns at once; until it ends, `run_exclusive` and `start` refuse.
 
         Args:
-            step: The job.
             before: Called once it is certain that the step will run.
 
         Raises:

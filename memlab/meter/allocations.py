@@ -80,11 +80,7 @@ class StorageAllocation(Allocation):
 
 
 def category_of(born: Any) -> int:
-    """Returns the category of a storage that was freed in a later span of its step.
-
-    Args:
-        born: An `Allocation`, or something else with its category, phase and `recomputed`.
-    """
+    """Returns the category of an allocation, or what stands for one, that was freed in a later span of its step."""
     if born.category is not None:
         return int(born.category)
     if born.phase == _FORWARD:
@@ -200,9 +196,6 @@ def columns_of(
     """Returns the columns of `timeline_of`.
 
     Args:
-        opening: As for `timeline_of`.
-        events: As for `timeline_of`.
-        started: As for `timeline_of`.
         marks: Places among the events.
 
     Returns:

@@ -117,7 +117,6 @@ class FinishedStep:
         """Makes this the repetition: what it found has new numbers.
 
         Args:
-            opening: Its opening.
             rows: Its other rows, with the numbers of this step; they are changed.
         """
         live = self._left.live

@@ -166,11 +166,7 @@ class Labels:
         self._tracker.begin(code)
 
     def end_module(self, output: object) -> None:
-        """Ends the forward that was begun last.
-
-        Args:
-            output: What it returned; None if it raised an error.
-        """
+        """Ends the forward that was begun last; its output is None if it raised an error."""
         self._tracker.end(output)
 
     def detach(self) -> None:
@@ -250,7 +246,6 @@ def require_free(labels: Labels, *, whole_process: bool) -> None:
 
     Args:
         labels: Those of who asks.
-        whole_process: As for `labelled_by`.
 
     Raises:
         ValueError: If others are those of the whole process, or these are to be and there are others.

@@ -61,11 +61,7 @@ class PlainMemory:
         return 0
 
     def remember(self, live: Callable[[], list[StorageAllocation]]) -> Callable[[], bool]:
-        """Implements `Meter.remember`.
-
-        Args:
-            live: Returns the storages in the order of their births.
-        """
+        """Implements `Meter.remember`; `live` returns the storages in the order of their births."""
         then = self._log.device_bytes, self._log.host_bytes
         return lambda: (self._log.device_bytes, self._log.host_bytes) == then
 

@@ -20,13 +20,7 @@ from memlab.meter.storages import Storages
 
 
 class ProgramTensors:
-    """Tells storages of the CPU tensors of a program; those of other devices are not its business.
-
-    Args:
-        labels: Say what each storage is for.
-        storages: Are told.
-        without: Tensors that are not counted.
-    """
+    """Tells storages of a program's CPU tensors but those of `without`; other devices are not its business."""
 
     def __init__(self, labels: Labels, storages: Storages, without: Iterable[torch.Tensor]) -> None:
         self._labels, self._storages = labels, storages

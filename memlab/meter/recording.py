@@ -103,11 +103,7 @@ class Recording:
         self.last_pools = {role: pool for (owner, role, _), pool in pools if owner == OWN}
 
     def spans_before(self, row: int) -> int:
-        """Returns how many spans have ended when an error at an allocation has left the pass, and its recompute.
-
-        Args:
-            row: Of the allocation.
-        """
+        """Returns how many spans have ended when an error at an allocation has left the pass, and its recompute."""
         own = self.role[: row + 1][self.owner[: row + 1] == OWN]
         if not len(own):
             return 0
@@ -201,7 +197,6 @@ def freed_by(events: Iterable[Any], known: Mapping[int, Role]) -> list[tuple[int
     """Returns what a stepped pass frees of the storages that it finds, in order.
 
     Args:
-        events: The meter's events during the pass.
         known: The roles of the storages, by the identity of their allocations.
 
     Returns:

@@ -47,12 +47,7 @@ class Repeater:
         self._found, self._finished = Found.now(live), None
 
     def step_ended(self, columns: npt.NDArray[np.int64], numbers: dict[int, int]) -> None:
-        """Notes a step that may be repeated.
-
-        Args:
-            columns: Its columns.
-            numbers: The numbers of its storages, by the identity of their allocations.
-        """
+        """Notes a step that may be repeated; its storages have their numbers by the identity of their allocations."""
         self._finished = None if self.memory.is_special else FinishedStep(columns, numbers, self.log.opening)
 
     @property
@@ -97,7 +92,6 @@ class Repeater:
 
         Args:
             positions: Where periods begin, the last one now; at least two periods have ended.
-            times: How many periods are inserted.
 
         Returns:
             Whether they were.
@@ -180,15 +174,9 @@ class Repeater:
         """Records the events from `position` `first` on and before `last`; for the others see `recording.record`.
 
         Args:
-            first: As above.
-            last: As above.
-            known: As for `recording.record`.
             spans: The first and the last one.
-            places: As for `recording.record`.
             buffers: Of a pass that offloads activations: identities of the pinned allocations that whoever replays it
                 gives to `pin`.
-            left_out: As for `recording.record`.
-            ignores_unknown: As for `recording.record`.
         """
         return record(
             self.log.events[first:last],
@@ -215,7 +203,6 @@ class Repeater:
         """Lets the events of a recording happen again: the allocator gets the same requests and frees.
 
         Args:
-            recording: What happens.
             modules: The codes of the layer's modules, by place.
             forward: The forward pass of a backward pass.
             others: What stands for the roles that neither of the two allocated.
@@ -354,13 +341,7 @@ def _blocks_of(
     by_number: Mapping[int, StorageAllocation],
     of_passes: Mapping[int, tuple[Replay, int]] = MappingProxyType({}),
 ) -> npt.NDArray[np.int64]:
-    """Returns the blocks of storages by their numbers, or `NO_BLOCK`.
-
-    Args:
-        count: How many numbers there are.
-        by_number: The allocations.
-        of_passes: Storages that are roles of replayed passes.
-    """
+    """Returns the blocks of storages by their numbers, or `NO_BLOCK`; `of_passes` are roles of replayed passes."""
     blocks = np.full(count, NO_BLOCK, dtype=np.int64)
     blocks[list(by_number)] = [each.block for each in by_number.values()]
     blocks[list(of_passes)] = [each.blocks[role] for each, role in of_passes.values()]

@@ -37,7 +37,6 @@ class Period:
         """Reads a period.
 
         Args:
-            columns: Its rows.
             bases: The number of the first storage of each period until this one; all numbers below are storages that
                 existed before the first.
         """
@@ -103,7 +102,6 @@ class Period:
         """Sends its requests to the allocator.
 
         Args:
-            allocator: It gets them.
             bases: As for `Period`, until the repetition.
             blocks: Of all storages, by number, or `NO_BLOCK`; they are changed.
             limit_bytes: The device's; None is no limit.
@@ -122,7 +120,6 @@ class Period:
         """Returns the rows of a repetition.
 
         Args:
-            served: What the allocator gave.
             bases: As for `Period`, until the repetition.
             reserved_number: Of the storage that stands for the reserved bytes.
             is_last: Whether it is the last repetition of this period, whose own rows may then be changed.
@@ -244,7 +241,6 @@ def repeat(
         period: As `repeated_period` returns it.
         columns: The step's rows so far, opening events included.
         ends: Where periods begin, the last one now: rows before, and storages before.
-        times: How many.
         allocator: Is changed.
         blocks: Of all storages, those of the repetitions included, by number, or `NO_BLOCK`; are changed.
         limit_bytes: The device's; None is no limit.

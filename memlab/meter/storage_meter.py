@@ -35,7 +35,6 @@ class StorageMeter:
     """Counts every storage that is made on its thread inside `watching`; see `memlab.meter.protocol.Meter`.
 
     Args:
-        labels: Say what each storage is for.
         storages: What is alive, with the log and the memory of the meter.
         observed: Returns a context that tells the storages of its block's operations.
         repeater: Of the same storages.
@@ -172,8 +171,6 @@ def simulated_meter(
     """Returns a meter that counts fake tensors as if they were on a GPU.
 
     Args:
-        labels: As for `plain_meter`.
-        answer: As for `plain_meter`.
         bytes_beside: Returns what the kernel of an operation with such arguments and such a result allocates and frees.
     """
     log = EventLog(labels)

@@ -79,7 +79,6 @@ class Balanced:
     Args:
         ranks: The engines. Who started or connected them closes them, after this.
         served: ``module:class`` of the object (`memlab.ranks.rank_process`).
-        variables: Environment variables of its processes.
         most_tries: How often a call is begun at most, if it is lost each time.
     """
 
@@ -119,7 +118,6 @@ class Balanced:
         """Calls a method on the next free engine.
 
         Args:
-            method: Of the served object.
             *args: Its arguments, which have to be picklable, as its answer.
             after: An engine takes a waiting call whose value is that of its last call before others.
             on_start: Called with each engine that begins the call, on a thread of its own.

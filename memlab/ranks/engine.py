@@ -133,7 +133,6 @@ def start(owner: str, served: str, variables: dict[str, str]) -> None:
     Args:
         owner: Who may talk to the process.
         served: ``module:class`` of the object that it makes.
-        variables: Environment variables of the process.
 
     Raises:
         ValueError: If another owner's process is running here.
@@ -165,7 +164,6 @@ def receive(owner: str, seconds: float) -> tuple[list[bytes], str]:
     """Waits for messages of the process.
 
     Args:
-        owner: Whose process.
         seconds: How long at most, if there is no message yet.
 
     Returns:

@@ -106,8 +106,6 @@ class RankGroup:
     """Processes on the first engines of a cluster, each with one object of the same class.
 
     Args:
-        ranks: The engines.
-        size: How many are needed.
         served: ``module:class`` of the object.
 
     Raises:
@@ -144,7 +142,6 @@ class RankGroup:
         """Calls a method on every rank at the same time, and waits for all answers.
 
         Args:
-            method: Of the served object.
             arguments: For each rank, from rank 0 on; ranks without arguments are not called.
             on_progress: Called with what the object of rank 0 reports. If it raises, the group ends.
 

@@ -32,12 +32,7 @@ class LocalProcess:
         self._connection: Connection | None = None
 
     def start(self, served: str, variables: dict[str, str]) -> None:
-        """Starts the process.
-
-        Args:
-            served: ``module:class`` of the object that it makes.
-            variables: Environment variables of the process.
-        """
+        """Starts the process, which makes the object ``module:class``."""
         context = multiprocessing.get_context("forkserver")
         self._connection, other_end = context.Pipe()
         arguments = other_end, served, variables, self._log
@@ -77,12 +72,7 @@ class LocalProcess:
 
 
 class LocalProcesses:
-    """Processes of this machine, for `memlab.ranks.balanced.Balanced`.
-
-    Args:
-        number: How many.
-        imports: Modules that the server imports before it forks the first process.
-    """
+    """Processes of this machine, for `memlab.ranks.balanced.Balanced`; their server imports modules before a fork."""
 
     def __init__(self, number: int, imports: Sequence[str] = ()) -> None:
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(imports))

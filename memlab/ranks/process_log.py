@@ -38,11 +38,7 @@ class ProcessLog:
             os.write(number, last)
 
     def last_words(self, code: int) -> str:
-        """Returns how the process ended, and the last lines that it printed.
-
-        Args:
-            code: The process's exit code; negative if a signal ended it.
-        """
+        """Returns how the process ended, by a signal if its code is negative, and the last lines that it printed."""
         how = f"was ended by signal {-code}" if code < 0 else f"ended with code {code}"
         if code == -9:
             how += " (by hand, or by the system because host memory ran out)"

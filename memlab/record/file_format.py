@@ -14,10 +14,6 @@ its default."""
 def check_format(number: object, written_by: str) -> None:
     """Refuses a file that a newer memlab wrote.
 
-    Args:
-        number: As in the file.
-        written_by: The version of memlab that wrote it.
-
     Raises:
         ValueError: If the number is above `FORMAT`, or not a format number.
     """

@@ -150,7 +150,6 @@ def same_moment(timeline: Timeline, index: int, other: Timeline) -> int:
     """Finds an allocation of one step in another step of the same model.
 
     Args:
-        timeline: The timeline of a step.
         index: An allocation on the device.
         other: The timeline of a step with the same operations; it may also bring activations back from the host.
 

@@ -30,9 +30,6 @@ def write_snapshot(timeline: Timeline, path: Path | str) -> Path:
         timeline: Its opening events are written as allocations at the head; otherwise memory_viz would show them
             without labels.
         path: Path of the file, in a folder that exists.
-
-    Returns:
-        The path.
     """
     path = Path(path)
     with written_aside(path) as aside:

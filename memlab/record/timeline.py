@@ -174,7 +174,6 @@ class Timeline:
         """Splits the bytes in use after event `index`.
 
         Args:
-            index: Index of the event.
             by: Whether the parts are categories or modules.
             pool: One of `POOLS`.
             categories: Some of `CATEGORIES`; others are left out.

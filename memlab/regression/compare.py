@@ -94,7 +94,6 @@ def tolerance(metric: str, backend: str, *, same_rounding: bool) -> float | None
 
     Args:
         metric: Its name, as in `RecordMeasured.metrics`.
-        backend: The backend that measured it.
         same_rounding: Whether both sides were computed by the same packages on the same processor.
     """
     if metric.endswith(("seconds", "per_second", "_ms")) or "reserved" in metric:

@@ -93,9 +93,6 @@ def run_suite(
     had ended by then; the others have the status ``not run``. A signal while the report is written changes nothing.
 
     Args:
-        suite: What `read_suite` returned.
-        cases: The cases of the suite that run.
-        options: How they run.
         on_progress: Called with one line, from one thread at a time. A broken pipe does not end the nightly.
         engines: The cases run on these, which serve `CaseOnEngine`; None runs them on this machine, `Options.jobs` at
             the same time.

@@ -54,8 +54,6 @@ def plan_refresh(suite: Suite, cases: Sequence[Case], run: Path | None = None) -
     """Checks that baselines can be taken from a run.
 
     Args:
-        suite: What `read_suite` returned.
-        cases: The cases whose baselines are updated.
         run: The folder of the run; None is the newest run of the suite.
 
     Raises:

@@ -72,13 +72,7 @@ class ForwardOnlyPasses:
         return True
 
     def take(self, layer: Any, given: torch.Tensor, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Steps or replays a pass that is not the layer's first one, and returns its output.
-
-        Args:
-            layer: The layer.
-            given: Its input.
-            step: Steps it.
-        """
+        """Steps or replays a pass that is not the layer's first one, and returns its output."""
         # Megatron adds what a layer computes, and its bias, to the layer's input under ``torch.enable_grad``
         # (transformer_layer.py, 0.16.1). So there is a graph after all behind a bias, and on a stage, which receives
         # tensors that require gradients; it keeps what the stage has received.

@@ -26,8 +26,6 @@ class MicrobatchReplay(Microbatches):
     """Inserts micro-batches into one step.
 
     Args:
-        meter: Of the step.
-        labels: Of the step.
         scenario: What the step runs. Its stage decides after how many forward passes the pipeline is full.
         step: The step under way. Its schedule makes fewer forward passes where micro-batches are inserted.
     """

@@ -75,7 +75,6 @@ class NoReplay:
 
         Args:
             scenario: What the steps so far have run.
-            settings: Under which settings.
             following: The settings of the next steps, if only these change.
         """
 

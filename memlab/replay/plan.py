@@ -46,7 +46,6 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
     """Plans one step of a simulated model.
 
     Args:
-        step: What is known of it.
         has_limit: Whether it may run out of memory.
         is_looked_at: Whether `Meter.at_event` looks at the real tensors of any part.
         follows_full_recompute: Whether MoE layers may still keep the graphs of a step with full recompute.

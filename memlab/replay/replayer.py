@@ -54,14 +54,7 @@ class Replayer:
     """Forward passes through layers that this step has replayed, those of a recompute included."""
 
     def may_replay(self, one: Pass, key: Key, known: Known, given: torch.Tensor) -> bool:
-        """Whether a forward pass may be replayed, and its backward will be known when it begins.
-
-        Args:
-            one: The pass.
-            key: What decides about it.
-            known: What it does.
-            given: Its input.
-        """
+        """Whether a forward pass may be replayed, and its backward will be known when it begins."""
         unit, step = one.unit, self.step
         if not step.replays or one.input is None:
             return False
@@ -92,9 +85,6 @@ class Replayer:
         """Replays a forward pass, and returns its output: the result of a node that replays its backward.
 
         Args:
-            one: The pass.
-            known: What it does.
-            given: Its input.
             leaf: The input of the opened checkpoint that it is in.
         """
         one.unit.is_replayed = True

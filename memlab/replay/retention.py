@@ -120,12 +120,7 @@ class Retention:
             meter.storages.keep(allocation)
 
     def drop_freed(self, unit: Unit, *, by_pass: bool = False) -> None:
-        """Drops what is not allocated any more.
-
-        Args:
-            unit: Of this unit.
-            by_pass: Whether the unit's own pass has freed it.
-        """
+        """Drops what is not allocated any more; `by_pass` says whether the unit's own pass has freed it."""
         for each in self.of(unit) if by_pass else ():
             if not each.num_bytes:
                 self._freed_by_pass[id(each)] = each

@@ -67,7 +67,6 @@ def find_allocations(entries: Entries, rounding_bytes: int = MIN_BLOCK_BYTES) ->
     snapshot's.
 
     Args:
-        entries: The history.
         rounding_bytes: What requests are rounded to.
     """
     is_block = np.isin(entries.action, (ALLOC, FREE_REQUESTED, FREE_COMPLETED, IN_USE, PENDING_FREE))

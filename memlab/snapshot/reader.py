@@ -143,9 +143,6 @@ def _events(
     """Joins the columns.
 
     Args:
-        segments: Those of the device.
-        trace: The history of the device.
-        settings: The allocator's.
         exported: What memlab's own export says about itself. Its sizes are exact, it contains no reserved bytes, and
             its first ``opening_entries`` are what existed before the step.
     """

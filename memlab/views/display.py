@@ -69,6 +69,11 @@ class View:
     html: str = ""
     """The table for a page. Empty where a page shows the figure alone, with the text folded away."""
 
+    @classmethod
+    def of(cls, blocks: Sequence[Block], figure: go.Figure | None = None) -> View:
+        """Makes the table of blocks."""
+        return cls(figure, as_text(blocks), as_html(blocks))
+
     def __str__(self) -> str:
         return self.table
 
@@ -139,33 +144,28 @@ def show(*things: Any, pool: str = "device", axis: Axis | None = None, above_sta
     """
     is_predicted = any(isinstance(each, StepRecord) and KINDS[each.backend].is_prediction for each in things)
     axis = axis or ("event" if is_predicted else "time")
-    if len(things) == 1 and isinstance(things[0], JobRecord):
+    only = things[0] if len(things) == 1 else None
+    if isinstance(only, JobRecord):
         from memlab.views.figures.ranks import ranks_figure
 
-        blocks = ranks_blocks(things[0].ranks)
-        figure = ranks_figure(things[0], pool, axis, above_start=above_start)
-        return View(figure, as_text(blocks), as_html(blocks))
-    if len(things) == 1 and isinstance(things[0], (StepRecord, Timeline, WatchRecord)):
+        return View.of(ranks_blocks(only.ranks), ranks_figure(only, pool, axis, above_start=above_start))
+    if isinstance(only, (StepRecord, Timeline, WatchRecord)):
         from memlab.views.figures.timeline import timeline_figure
 
-        step = things[0]
-        if isinstance(step, WatchRecord):
-            text = watch_table(step, pool)
+        if isinstance(only, WatchRecord):
+            text = watch_table(only, pool)
         else:
-            text = record_table(step, pool) if isinstance(step, StepRecord) else timeline_table(step, pool)
-        return View(timeline_figure(step, pool, axis, above_start=above_start), text)
-    if len(things) == 1 and isinstance(things[0], Mapping) and _are_audits(things[0]):
+            text = record_table(only, pool) if isinstance(only, StepRecord) else timeline_table(only, pool)
+        return View(timeline_figure(only, pool, axis, above_start=above_start), text)
+    if isinstance(only, Mapping) and _are_audits(only):
         from memlab.views.figures.residency import residency_figure
 
-        blocks = residency_moments_blocks(things[0])
-        return View(residency_figure(things[0]), as_text(blocks), as_html(blocks))
-    if len(things) == 1 and isinstance(things[0], Mapping) and _are_runs(things[0]):
+        return View.of(residency_moments_blocks(only), residency_figure(only))
+    if isinstance(only, Mapping) and _are_runs(only):
         from memlab.views.figures.residency import residency_lines_figure
 
-        blocks = residency_lines_blocks(things[0])
-        return View(residency_lines_figure(things[0]), as_text(blocks), as_html(blocks))
-    blocks = _blocks_of(things)
-    return View(None, as_text(blocks), as_html(blocks))
+        return View.of(residency_lines_blocks(only), residency_lines_figure(only))
+    return View.of(_blocks_of(things))
 
 
 def _are_runs(values: Mapping[Any, Any]) -> bool:
@@ -191,7 +191,8 @@ def _blocks_of(things: Sequence[Any]) -> list[Block]:
         if isinstance(first, OutOfMemory):
             return out_of_memory_blocks(first)
         if isinstance(first, Fit):
-            return [[f"{first}", *(f"  {choice}" for choice in first.alternatives)]]
+            left = [f"not tried, because the time was over: {'; '.join(first.not_tried)}"] if first.not_tried else []
+            return [[f"{first}", *(f"  {choice}" for choice in first.alternatives), *left]]
         if isinstance(first, (list, tuple)):
             return _sequence_blocks(first)
     if things and all(isinstance(thing, (Finding, Transfer)) for thing in things):
@@ -252,12 +253,11 @@ def compare(*records: StepRecord | WatchRecord, axis: CompareAxis | None = None)
             "each kind by itself, or show(...) them one after the other"
         )
     if watched:
-        blocks = watched_blocks(watched)
-        return View(compare_figure(*watched, axis=axis), as_text(blocks), as_html(blocks))
+        return View.of(watched_blocks(watched), compare_figure(*watched, axis=axis))
     blocks = comparison_blocks(*steps)
     jobs = [record for record in records if isinstance(record, JobRecord)]
     blocks += rank_by_rank_blocks(jobs) if len(jobs) == len(records) else []
-    return View(compare_figure(*records, axis=axis), as_text(blocks), as_html(blocks))
+    return View.of(blocks, compare_figure(*records, axis=axis))
 
 
 def peaks(records: Mapping[str, StepRecord], gpu_memory: Sequence[str] = ("79GiB", "139GiB")) -> View:
@@ -278,8 +278,7 @@ def peaks(records: Mapping[str, StepRecord], gpu_memory: Sequence[str] = ("79GiB
     scenarios = [record.scenario for record in records.values()]
     outside = max(outside_torch_of(one).total_bytes for one in scenarios)
     limits = {size: max(0, parse_bytes(size) - outside) for size in gpu_memory}
-    blocks = peak_blocks(records, limits)
-    return View(peak_figure(records, limits), as_text(blocks), as_html(blocks))
+    return View.of(peak_blocks(records, limits), peak_figure(records, limits))
 
 
 def savings(records: Mapping[str, StepRecord]) -> View:
@@ -298,8 +297,7 @@ def savings(records: Mapping[str, StepRecord]) -> View:
 
     if not records:
         raise ValueError("savings got 0 records, must be at least 1: pass {'a name': lab.step()}")
-    blocks = savings_blocks(records)
-    return View(savings_figure(records), as_text(blocks), as_html(blocks))
+    return View.of(savings_blocks(records), savings_figure(records))
 
 
 def line_by_line(
@@ -322,8 +320,7 @@ def line_by_line(
     Raises:
         ValueError: If there is nothing to compare.
     """
-    blocks = formula_blocks(formula, metered, tokens=tokens, titles=titles, with_sum=with_sum)
-    return View(None, as_text(blocks), as_html(blocks))
+    return View.of(formula_blocks(formula, metered, tokens=tokens, titles=titles, with_sum=with_sum))
 
 
 def over_steps(runs: Mapping[str, Sequence[StepRecord | WatchRecord]]) -> View:

@@ -41,7 +41,6 @@ class Phases:
     ``torch.distributed.checkpoint``. All else is ``idle``.
 
     Args:
-        labels: Whose phase is set.
         any_thread: Whether backward may run on a thread of autograd's own, as on a GPU.
         after_backward: Called when a backward has ended.
         before_update: Called with the optimizer before its step.

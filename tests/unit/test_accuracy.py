@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from dataclasses import fields, replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 from megatron.core.package_info import MINOR
@@ -27,8 +25,8 @@ from memlab.record.step_record import StepRecord
 from memlab.views.text.accuracy import accuracy_page
 from tests.unit.builders import record_of
 from tests.unit.live import FULL
+from tests.unit.measured import measured_rows
 
-STEPS = Path(__file__).parents[2] / "labs" / "results" / "h200_steps.jsonl"
 GIB = 2**30
 
 
@@ -38,7 +36,7 @@ def model_of(record: StepRecord) -> str:
     return f"{scenario.architecture.name}, {scenario.num_layers} layers, {scenario.layout}, {rank}"
 
 
-MEASURED = [StepRecord.from_dict(json.loads(line)) for line in STEPS.read_text().splitlines()]
+MEASURED = [StepRecord.from_dict(row) for row in measured_rows("h200_steps")]
 GROUPS: dict[str, list[StepRecord]] = defaultdict(list)
 for step in MEASURED:
     GROUPS[model_of(step)].append(step)
@@ -60,8 +58,7 @@ def runs_here(record: StepRecord) -> bool:
 
 @cache
 def te_2_16() -> list[StepRecord]:
-    files = [STEPS.parent / name for name in ("h200_te216_steps.jsonl", "h200x2_te216_steps.jsonl")]
-    return [StepRecord.from_dict(json.loads(line)) for file in files for line in file.read_text().splitlines()]
+    return [StepRecord.from_dict(row) for row in measured_rows("h200_te216_steps", "h200x2_te216_steps")]
 
 
 def test_steps_with_transformer_engine_2_16_are_predicted_as_well_as_those_with_2_12() -> None:
@@ -83,8 +80,8 @@ def test_versions_of_transformer_engine_differ_only_in_steps_with_two_bf16_momen
         scenario = replace(record.scenario, routing=Routing(), versions=Versions(), allocator=AllocatorSettings())
         return str(scenario), str(record.settings), record.forward_only
 
-    settings = (STEPS.parent / "h200_settings.jsonl").read_text().splitlines()
-    old = {key(each): each for each in (StepRecord.from_dict(json.loads(line)["record"]) for line in settings)}
+    settings = measured_rows("h200_settings")
+    old = {key(each): each for each in (StepRecord.from_dict(row["record"]) for row in settings)}
     old |= {key(each): each for each in MEASURED}
     both = [(each, old[key(each)]) for each in te_2_16() if key(each) in old]
     assert len(both) >= 179 + 48, "of one rank, and of the ranks of jobs of two"
@@ -98,8 +95,7 @@ def test_versions_of_transformer_engine_differ_only_in_steps_with_two_bf16_momen
 
 
 def test_fp8_steps_of_two_ranks_peak_between_the_prediction_and_what_torch_may_keep_beside_it() -> None:
-    lines = (STEPS.parent / "h100x2_fp8_steps.jsonl").read_text().splitlines()
-    records = [StepRecord.from_dict(json.loads(line)) for line in lines]
+    records = [StepRecord.from_dict(row) for row in measured_rows("h100x2_fp8_steps")]
     # With tensor parallelism alone, both ranks gather alike. Of spread experts, each rank has others.
     short = [
         each
@@ -145,7 +141,7 @@ def test_a_predicted_step_is_near_the_measured_one(name: str) -> None:
 
 def test_with_the_router_s_counts_a_step_with_spread_experts_is_predicted_as_well_as_others() -> None:
     # With random routing this peak is predicted 0.18 % too low, and the limit of its step 0.59 %.
-    real = Limit.from_dict(json.loads((STEPS.parent / "h100x2_limits.jsonl").read_text()))
+    real = Limit.from_dict(*measured_rows("h100x2_limits"))
     values = {field.name: getattr(real.scenario, field.name) for field in fields(Scenario)}
     with Lab(**values, backend="simulated") as lab:
         predicted = lab.step(real.settings)
@@ -194,8 +190,7 @@ def test_packed_rows_and_passes_without_gradients_are_predicted_to_a_hundred_tho
 @pytest.mark.slow
 def test_ranks_that_divide_each_expert_gather_into_a_copy() -> None:
     # TP4 with whole experts on no rank: without NCCL's copies of equal rows, full recompute is predicted 1.06 % too low.
-    lines = (STEPS.parent / "h200x4_live_steps.jsonl").read_text().splitlines()
-    records = [StepRecord.from_dict(json.loads(line)) for line in lines]
+    records = [StepRecord.from_dict(row) for row in measured_rows("h200x4_live_steps")]
     divided = [each for each in records if each.scenario.layout.tensor_model_parallel_size == 4]
     divided = [each for each in divided if each.scenario.layout.rank == 0]
     assert {str(each.settings) for each in divided} == {"none", "full uniform 1"}

@@ -21,6 +21,7 @@ from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.views.text.job import job_table
+from tests.unit.job_files import read_job
 from tests.unit.saved import saved_tensors, storage_bytes
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -64,9 +65,7 @@ def read(folder: Path, changes: str = "", **options: Any) -> Job:
         node[last] = value
         if value is None:
             del node[last]
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(tree, sort_keys=False))
-    return Job.read(path, **options)
+    return read_job(yaml.safe_dump(tree, sort_keys=False), folder, "recipe.yaml", **options)
 
 
 def test_a_recipe_is_the_step_of_each_of_its_ranks(tmp_path: Path) -> None:
@@ -284,8 +283,7 @@ def test_tensor_parallel_ranks_divide_the_others(tmp_path: Path) -> None:
     assert scenario.layout == Layout(data_parallel_size=4, tensor_model_parallel_size=2, sequence_parallel=False)
     assert scenario.num_microbatches == 4
     said = written("automodel", scenario, settings)
-    (tmp_path / "recipe.yaml").write_text("\n".join(said.lines))
-    assert not said.unsaid and Job.read(tmp_path / "recipe.yaml").required()[0] == scenario
+    assert not said.unsaid and read_job("\n".join(said.lines), tmp_path, "recipe.yaml").required()[0] == scenario
 
 
 def test_adapters_beside_tensor_parallel_ranks_are_read(tmp_path: Path) -> None:
@@ -416,8 +414,7 @@ def test_what_is_written_is_read_back(kind: str, settings: MemorySettings, tmp_p
         state=TrainingState(**state, grad_reduce_in_bf16=kind in ("bf16 reduction", "fp32 shards")),
     )
     said = written("automodel", scenario, settings)
-    (tmp_path / "recipe.yaml").write_text("\n".join(said.lines))
-    job = Job.read(tmp_path / "recipe.yaml")
+    job = read_job("\n".join(said.lines), tmp_path, "recipe.yaml")
     assert not said.unsaid and not job.guesses
     read_scenario, read_settings = job.required()
     assert (read_scenario.to_dict() | {"versions": None}, read_settings) == (
@@ -589,3 +586,47 @@ def test_numbers_in_quotes_are_numbers(tmp_path: Path) -> None:
     assert job.required()[0].layout.tensor_model_parallel_size == 2
     with pytest.raises(ValueError, match="must be a whole number"):
         read(tmp_path, "{distributed.tp_size: '08'}")
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "recomputes", "gathers_ahead", "is_on_host"),
+    [
+        ("{}", "full", True, False),
+        ("{activation_checkpointing: false, enable_fsdp2_prefetch: false, cpu_offload: true}", None, False, True),
+    ],
+)
+def test_a_recipe_for_diffusion_has_its_ranks_in_a_section_of_its_own(
+    fsdp: str, recomputes: str | None, gathers_ahead: bool, is_on_host: bool, tmp_path: Path
+) -> None:
+    """``_build_diffusion_parallel_manager_args`` in nemo_automodel/recipes/diffusion/train.py (36044ad3)."""
+    tree = yaml.safe_load(RECIPE)
+    del tree["distributed"]
+    tree |= {"flow_matching": {"adapter_type": "flux2"}, "fsdp": yaml.safe_load(fsdp) | {"dp_size": 4, "tp_size": 2}}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    job = Job.read(tmp_path / "recipe.yaml")
+    assert "a recipe with flow_matching" in str(job.not_supported)
+    assert [one.key for one in job.not_modelled if one.key.startswith(("fsdp.", "flow_matching."))] == []
+    read_of = {one.field: one.memlab_value for one in job.taken}
+    assert (read_of["checkpointing"], read_of["gathers_ahead"]) == (recomputes, gathers_ahead)
+    assert (job.as_read["tensor_model_parallel_size"], job.as_read["world_size"]) == (2, 8)
+    assert bool(job.as_read.get("fsdp_cpu_offload")) is is_on_host
+
+
+_SIZES = """model.pretrained_model_name_or_path:
+model.config: {_target_: transformers.CLASS, hidden_size: 2048, intermediate_size: 6144, num_hidden_layers: 12,
+  num_attention_heads: 32, num_key_value_heads: 4, head_dim: 128, vocab_size: 151936, num_experts: 128,
+  num_experts_per_tok: 8, moe_intermediate_size: 768, norm_topk_prob: true, tie_word_embeddings: false,
+  rope_parameters: {rope_theta: 1000000.0, rope_type: default}, rms_norm_eps: 1.0e-06, model_type: of the class}
+"""
+
+
+def test_a_configuration_that_a_recipe_writes_out_is_the_model_s(tmp_path: Path) -> None:
+    job = read(tmp_path, _SIZES.replace("CLASS", "Qwen3MoeConfig"))
+    scenario, _ = job.required()
+    assert scenario.architecture == find_architecture("qwen3-30b-a3b") and scenario.num_layers == 12
+    assert not [one.key for one in job.not_modelled if one.key.startswith("model.config")]
+    other = read(tmp_path, _SIZES.replace("CLASS", "Qwen3MoeConfig").replace("2048", "1024"))
+    assert other.required()[0].architecture.hidden_size == 1024
+    lacking = read(tmp_path, _SIZES.replace("CLASS", "Qwen3MoeConfig").replace("vocab_size", "other"))
+    assert "model.config._target_" in str(lacking.not_supported) and "'vocab_size'" in str(lacking.not_supported)
+    assert read(tmp_path, _SIZES.replace("CLASS", "BambaConfig")).not_supported is not None

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers:
 from memlab.engines.fsdp2.adapters import _FusedMlp, add_adapters
 from memlab.engines.fsdp2.automodel_classes import change_classes
 from memlab.engines.fsdp2.hugging_face import build_model
-from tests.unit.saved import saved_tensors, storage_bytes
+from tests.unit.automodel_classes import assert_saves_and_computes
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
@@ -41,17 +41,7 @@ def test_they_save_as_much_as_the_classes_themselves_and_compute_what_transforme
     model: str, classes: str, measured: int
 ) -> None:
     """Bytes that Automodel's own classes saved for backward on a CPU (torch 2.13, transformers 5.24), two layers."""
-    scenario, tokens = of(model, classes), torch.arange(64).unsqueeze(0)
-    torch.manual_seed(0)
-    module = build_model(scenario, torch.bfloat16, attention="sdpa")
-    expected = module(input_ids=tokens).logits
-    change_classes(module, scenario)
-    with saved_tensors() as saved:
-        found = module(input_ids=tokens).logits
-    assert sum(storage_bytes(saved, apart_from=(*module.parameters(), *module.buffers())).values()) == measured
-    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
-    found.float().mean().backward()
-    assert all(one.grad is not None for one in module.parameters())
+    assert_saves_and_computes(of(model, classes), "sdpa", measured, deviation=None)
 
 
 @pytest.mark.parametrize("classes", ["automodel", "automodel_0.7.0"])

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.backends.simulated import predicting
@@ -20,10 +19,8 @@ from memlab.jobs.job import Job
 from memlab.views.text.record import without_state
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
-from memlab.engines.fsdp2.automodel_classes import change_classes
-from memlab.engines.fsdp2.hugging_face import build_model
 from memlab.engines.transformer_engine_caches import TE_WORKSPACE_BYTES
-from tests.unit.saved import saved_tensors, storage_bytes
+from tests.unit.automodel_classes import assert_saves_and_computes
 
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 FLEX: dict[str, Any] = {"moe_token_dispatcher_type": "flex"}
@@ -48,19 +45,7 @@ def test_it_saves_as_much_as_the_class_itself_and_computes_what_transformers_doe
 
     flash-attn also saves the state of its random numbers, 16 bytes a layer, which the CPU's kernel does not.
     """
-    scenario, tokens = of(ranks=1), torch.arange(64).unsqueeze(0)
-    torch.manual_seed(0)
-    module = build_model(scenario, torch.bfloat16, attention="memlab_sdpa")
-    for each in module.parameters():
-        torch.nn.init.normal_(each, std=0.02)
-    expected = module(input_ids=tokens).logits
-    change_classes(module, scenario)
-    with saved_tensors() as saved:
-        found = module(input_ids=tokens).logits
-    assert sum(storage_bytes(saved, apart_from=(*module.parameters(), *module.buffers())).values()) == 545_048 + 2 * 16
-    torch.testing.assert_close(found, expected, atol=0.05, rtol=0.05)
-    found.float().square().mean().backward()
-    assert all(one.grad is not None for one in module.parameters())
+    assert_saves_and_computes(of(ranks=1), "memlab_sdpa", 545_048 + 2 * 16)
 
 
 @pytest.mark.parametrize("classes", ["automodel", "automodel_0.7.0"])

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.config.architectures import ARCHITECTURES
@@ -16,9 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.jobs.job import Job
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
-from memlab.engines.fsdp2.automodel_classes import change_classes
-from memlab.engines.fsdp2.hugging_face import build_model
-from tests.unit.saved import saved_tensors, storage_bytes
+from tests.unit.automodel_classes import assert_saves_and_computes
 
 LITE = replace(
     ARCHITECTURES["deepseek-tiny"],
@@ -69,20 +66,7 @@ def test_it_saves_as_much_as_the_class_itself_and_computes_what_transformers_doe
     gpt-oss, for which it had memlab's.
     """
     scenario = of(classes, ranks=1, model=model, fake_balanced_gate=is_balanced)
-    tokens = torch.arange(64).unsqueeze(0)
-    torch.manual_seed(0)
-    module = build_model(scenario, torch.bfloat16, attention="eager")
-    for each in module.parameters():
-        torch.nn.init.normal_(each, std=0.02)
-    of_transformers = module(input_ids=tokens).logits
-    change_classes(module, scenario)
-    with saved_tensors() as saved:
-        found = module(input_ids=tokens).logits
-    assert sum(storage_bytes(saved, apart_from=(*module.parameters(), *module.buffers())).values()) == expected
-    if not is_balanced:
-        torch.testing.assert_close(found, of_transformers, atol=0.05, rtol=0.05)
-    found.float().square().mean().backward()
-    assert all(one.grad is not None for one in module.parameters())
+    assert_saves_and_computes(scenario, "eager", expected, is_balanced=is_balanced)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from memlab.jobs.bridge_package import Recipe, package_around
 from memlab.jobs.entries import UNKNOWN, NoJobError
 from memlab.jobs.job import Job
 from memlab.jobs.survey import survey
+from tests.unit.job_files import read_job
 
 FILES = {
     "__init__.py": "from megatron.bridge.models.conversion.auto_bridge import AutoBridge\n",
@@ -149,8 +150,7 @@ def test_a_command_in_the_checkout_takes_the_checkout_s_recipe(
 ) -> None:
     """A performance recipe of the same name counts, and the ranks of the launcher."""
     (checkout / "examples").mkdir()
-    (checkout / "examples/run.sh").write_text(f"{torchrun}scripts/training/run_recipe.py {words}\n")
-    job = Job.read(checkout / "examples/run.sh")
+    job = read_job(f"{torchrun}scripts/training/run_recipe.py {words}\n", checkout, "examples/run.sh")
     scenario, _ = job.required()
     assert (scenario.micro_batch_size, scenario.layout.world_size) == (micro_batch_size, 8 if torchrun else ranks)
     assert {one.value for one in job.taken if one.field == "world_size"} == (set() if torchrun else {ranks})
@@ -186,10 +186,7 @@ def test_what_a_recipe_sets_inside_of_defaults_and_of_unknown_objects_counts(che
 def test_a_recipe_that_depends_on_the_machine_is_refused_by_its_line(checkout: Path) -> None:
     with pytest.raises(ValueError, match=r"without running it: line 23 of .*: it depends on os\.environ\.get\('BIG'\)"):
         Job.read(checkout / f"{LLAMA}::llama32_1b_of_this_machine_config")
-    (checkout / "run.sh").write_text(
-        "scripts/training/run_recipe.py --recipe llama32_1b_of_this_machine_config -tp 1\n"
-    )
-    job = Job.read(checkout / "run.sh")
+    job = read_job("scripts/training/run_recipe.py --recipe llama32_1b_of_this_machine_config -tp 1\n", checkout)
     assert any("line 23 of" in line for line in job.warnings)
     assert job.guesses[-1] == "what the recipe 'llama32_1b_of_this_machine_config' sets"
 
@@ -201,8 +198,7 @@ def test_a_file_without_the_name_of_its_recipe_is_asked_for_it(name: str, checko
 
 
 def test_a_recipe_that_was_edited_is_read_again(checkout: Path) -> None:
-    (checkout / "run.sh").write_text("scripts/training/run_recipe.py --recipe llama32_1b_pretrain_config\n")
-    jobs = [Job.read(checkout / "run.sh")]
+    jobs = [read_job("scripts/training/run_recipe.py --recipe llama32_1b_pretrain_config\n", checkout)]
     for name, old, new in ((LLAMA, "'NullTokenizer', 32000", "'NullTokenizer', 640000"),
                            ("src/megatron/bridge/recipes/llama/__init__.py", "pretrain_4gpu", "sft_1gpu")):  # fmt: skip
         path = checkout / name

@@ -504,6 +504,12 @@ if last > 1.01 * first: return "growth"
 return "retention" if all(s.residual_bytes for s in steps) else "spike"
 """,
 }  # fmt: skip
+
+
+def wrong_kind(old: str, new: str, said: str) -> tuple[str, str]:
+    return KIND_OF.replace(old, new), f"your function says {said}, which is wrong"
+
+
 WRONG_KINDS = {
     "always a spike": ("return 'spike'", "which is wrong"),
     "always a leak": ("return 'leak'", "which is wrong"),
@@ -518,10 +524,7 @@ WRONG_KINDS = {
         ),
         "which is wrong",
     ),
-    "a limit for each step": (
-        KIND_OF.replace("0.05 * rise", "0.01 * starts[-2]"),
-        "your function says growth, which is wrong",
-    ),
+    "a limit for each step": wrong_kind("0.05 * rise", "0.01 * starts[-2]", "growth"),
     "two rises are a leak": (
         (
             "s = [x.static_bytes for x in steps]\nrises = sum(b > 1.01 * a for a, b in zip(s, s[1:]))\n"
@@ -529,108 +532,69 @@ WRONG_KINDS = {
         ),
         "your function says leak, which is wrong",
     ),
-    "a residual of any step": (KIND_OF.replace("min(", "any("), "your function says retention, which is wrong"),
-    "the last step's residual": (
-        KIND_OF.replace("min(step.residual_bytes for step in steps)", "steps[-1].residual_bytes"),
-        "your function says retention, which is wrong",
+    "a residual of any step": wrong_kind("min(", "any(", "retention"),
+    "the last step's residual": wrong_kind(
+        "min(step.residual_bytes for step in steps)", "steps[-1].residual_bytes", "retention"
     ),
-    "the first step's residual": (
-        KIND_OF.replace("min(step.residual_bytes for step in steps)", "steps[0].residual_bytes"),
-        "your function says retention, which is wrong",
+    "the first step's residual": wrong_kind(
+        "min(step.residual_bytes for step in steps)", "steps[0].residual_bytes", "retention"
     ),
-    "first and last": (KIND_OF.replace("starts[-2]", "starts[0]"), "your function says leak, which is wrong"),
-    "no leak that falls in between": (
-        KIND_OF.replace("0.05 * rise", "0.05 * rise and all(b >= a for a, b in zip(starts, starts[1:]))"),
-        "your function says growth, which is wrong",
+    "first and last": wrong_kind("starts[-2]", "starts[0]", "leak"),
+    "no leak that falls in between": wrong_kind(
+        "0.05 * rise", "0.05 * rise and all(b >= a for a, b in zip(starts, starts[1:]))", "growth"
     ),
-    "four rises": (
-        KIND_OF.replace("0.05 * rise", "0.05 * rise and len(set(starts)) > 4"),
-        "your function says growth, which is wrong",
-    ),
-    "the rise before the last step": (
-        KIND_OF.replace("rise = starts[-1]", "rise = starts[-2]"),
-        "your function says spike, which is wrong",
-    ),
-    "a leak whose first rise is not the largest": (
-        KIND_OF.replace("0.05 * rise", "0.05 * rise and starts[1] - starts[0] < rise / 2"),
-        "your function says growth, which is wrong",
+    "four rises": wrong_kind("0.05 * rise", "0.05 * rise and len(set(starts)) > 4", "growth"),
+    "the rise before the last step": wrong_kind("rise = starts[-1]", "rise = starts[-2]", "spike"),
+    "a leak whose first rise is not the largest": wrong_kind(
+        "0.05 * rise", "0.05 * rise and starts[1] - starts[0] < rise / 2", "growth"
     ),
     "the lowest start": (
         KIND_OF.replace("rise = starts[-1] - starts[0]", "rise = starts[-1] - min(starts)"),
         "which is wrong",
     ),
     "1 % of the highest start": (KIND_OF.replace("0.01 * starts[0]", "0.01 * max(starts)"), "which is wrong"),
-    "1.2 %": (KIND_OF.replace("0.01", "0.012"), "your function says spike, which is wrong"),
-    "0.94 %": (KIND_OF.replace("0.01", "0.0094"), "your function says leak, which is wrong"),
-    "4 % of the rise": (KIND_OF.replace("0.05 * rise", "0.04 * rise"), "your function says leak, which is wrong"),
-    "6 % of the rise": (KIND_OF.replace("0.05 * rise", "0.06 * rise"), "your function says growth, which is wrong"),
+    "1.2 %": wrong_kind("0.01", "0.012", "spike"),
+    "0.94 %": wrong_kind("0.01", "0.0094", "leak"),
+    "4 % of the rise": wrong_kind("0.05 * rise", "0.04 * rise", "leak"),
+    "6 % of the rise": wrong_kind("0.05 * rise", "0.06 * rise", "growth"),
     "the first eight steps": ("steps = steps[:8]\n" + KIND_OF.strip(), "your function says spike, which is wrong"),
     "the last eight steps": ("steps = steps[-8:]\n" + KIND_OF.strip(), "your function says spike, which is wrong"),
-    "the residuals after the first": (
-        KIND_OF.replace("for step in steps)", "for step in steps[1:])"),
-        "your function says retention, which is wrong",
+    "the residuals after the first": wrong_kind("for step in steps)", "for step in steps[1:])", "retention"),
+    "the residuals before the last": wrong_kind("in steps) else", "in steps[:-1]) else", "retention"),
+    "any rise at the end": wrong_kind("0.05 * rise", "1", "leak"),
+    "a rise at the end measured by the start": wrong_kind("0.05 * rise", "0.001 * starts[0]", "leak"),
+    "the highest start": wrong_kind("rise = starts[-1]", "rise = max(starts)", "growth"),
+    "1 % of the rise": wrong_kind("0.05 * rise", "0.01 * rise", "leak"),
+    "the last two rises": wrong_kind("starts[-2]", "starts[-3]", "leak"),
+    "a change at the end": wrong_kind("starts[-1] - starts[-2]", "abs(starts[-1] - starts[-2])", "leak"),
+    "residuals above 1 % of the start": wrong_kind(
+        "min(step.residual_bytes for step in steps)", "min(s.residual_bytes for s in steps) > 0.01 * starts[0]", "spike"
     ),
-    "the residuals before the last": (
-        KIND_OF.replace("in steps) else", "in steps[:-1]) else"),
-        "your function says retention, which is wrong",
+    "a rise or a fall": wrong_kind("rise >= 0.01", "abs(rise) >= 0.01", "leak"),
+    "the range of the starts": wrong_kind(
+        "rise = starts[-1] - starts[0]", "rise = max(starts) - min(starts)", "growth"
     ),
-    "any rise at the end": (KIND_OF.replace("0.05 * rise", "1"), "your function says leak, which is wrong"),
-    "a rise at the end measured by the start": (
-        KIND_OF.replace("0.05 * rise", "0.001 * starts[0]"),
-        "your function says leak, which is wrong",
-    ),
-    "the highest start": (
-        KIND_OF.replace("rise = starts[-1]", "rise = max(starts)"),
-        "your function says growth, which is wrong",
-    ),
-    "1 % of the rise": (KIND_OF.replace("0.05 * rise", "0.01 * rise"), "your function says leak, which is wrong"),
-    "the last two rises": (KIND_OF.replace("starts[-2]", "starts[-3]"), "your function says leak, which is wrong"),
-    "a change at the end": (
-        KIND_OF.replace("starts[-1] - starts[-2]", "abs(starts[-1] - starts[-2])"),
-        "your function says leak, which is wrong",
-    ),
-    "residuals above 1 % of the start": (
-        KIND_OF.replace(
-            "min(step.residual_bytes for step in steps)", "min(s.residual_bytes for s in steps) > 0.01 * starts[0]"
-        ),
-        "your function says spike, which is wrong",
-    ),
-    "a rise or a fall": (
-        KIND_OF.replace("rise >= 0.01", "abs(rise) >= 0.01"),
-        "your function says leak, which is wrong",
-    ),
-    "the range of the starts": (
-        KIND_OF.replace("rise = starts[-1] - starts[0]", "rise = max(starts) - min(starts)"),
-        "your function says growth, which is wrong",
-    ),
-    "2 %": (KIND_OF.replace("0.01", "0.02"), "your function says spike, which is wrong"),
-    "0.5 %": (KIND_OF.replace("0.01", "0.005"), "your function says leak, which is wrong"),
-    "the second half of the run": (
-        KIND_OF.replace("starts[-2] >= 0.05 * rise", "starts[len(starts) // 2] >= 0.01 * starts[0]"),
-        "your function says leak, which is wrong",
+    "2 %": wrong_kind("0.01", "0.02", "spike"),
+    "0.5 %": wrong_kind("0.01", "0.005", "leak"),
+    "the second half of the run": wrong_kind(
+        "starts[-2] >= 0.05 * rise", "starts[len(starts) // 2] >= 0.01 * starts[0]", "leak"
     ),
     "the residual first": (
         "if steps[-1].residual_bytes: return 'retention'\n" + KIND_OF.strip(),
         "your function says retention, which is wrong",
     ),
-    "a retention before growth": (
-        KIND_OF.replace("if rise", "if not steps[0].residual_bytes and rise"),
-        "your function says retention, which is wrong",
-    ),
+    "a retention before growth": wrong_kind("if rise", "if not steps[0].residual_bytes and rise", "retention"),
     "no growth": (KIND_OF.replace('"growth"', '"leak"'), "Hint: it is growth: its rise counts, and"),
-    "no retention": (KIND_OF.replace('"retention"', '"spike"'), "your function says spike, which is wrong"),
-    "a residual of most steps": (
-        KIND_OF.replace(
-            "min(step.residual_bytes for step in steps)", "sorted(s.residual_bytes for s in steps)[len(steps) // 2]"
-        ),
-        "your function says retention, which is wrong",
+    "no retention": wrong_kind('"retention"', '"spike"', "spike"),
+    "a residual of most steps": wrong_kind(
+        "min(step.residual_bytes for step in steps)",
+        "sorted(s.residual_bytes for s in steps)[len(steps) // 2]",
+        "retention",
     ),
-    "equal residuals": (
-        KIND_OF.replace(
-            "min(step.residual_bytes for step in steps)",
-            "len({s.residual_bytes for s in steps}) == 1 and steps[0].residual_bytes",
-        ),
-        "your function says spike, which is wrong",
+    "equal residuals": wrong_kind(
+        "min(step.residual_bytes for step in steps)",
+        "len({s.residual_bytes for s in steps}) == 1 and steps[0].residual_bytes",
+        "spike",
     ),
     "half of the mean rise": (
         KIND_OF.replace("0.05 * rise", "0.5 * rise / (len(starts) - 1)"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +23,7 @@ from memlab.meter.labels import Labels, labelled_by
 from memlab.meter.storage_meter import simulated_meter
 from tests.unit.inside import inside
 from tests.unit.live import random_settings
+from tests.unit.measured import measured_rows
 
 pytestmark = pytest.mark.versions
 
@@ -35,7 +34,6 @@ HALF = TrainingState(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
 OVERLAPPED = replace(HALF, overlap_cpu_optimizer_d2h_h2d=True)
 PRECISION_AWARE = replace(ALL, use_precision_aware_optimizer=True, grad_reduce_in_bf16=True, main_grads_dtype="bf16")
 TINY = {"num_layers": 1, "seq_length": 64, "backend": "cpu"}
-ROWS_OF_AN_H200 = Path(__file__).parents[2] / "labs" / "results" / "h200_optimizer_on_host.jsonl"
 
 
 def rounded_to_power_of_two(num_bytes: int) -> int:
@@ -83,7 +81,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, state: TrainingState) -> tuple[list
 
 def test_overlapped_copies_reserve_memory_of_their_own_as_on_an_h200() -> None:
     base, row = "precision-aware, bf16 gradients", "50 %, overlapped"
-    measured = [json.loads(line) for line in ROWS_OF_AN_H200.open()]
+    measured = measured_rows("h200_optimizer_on_host")
     (steps,) = (each for each in measured if (each["base"], each["row"], each["tokens"]) == (base, row, [1024] * 4))
     second, third = steps["peak_reserved_bytes"][:2]
     assert third > second + 0.5 * GIB, "the pool of the gradients' stream grows once more in the third step"

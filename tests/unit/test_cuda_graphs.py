@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,13 @@ from memlab.jobs.bounds import bound_bytes
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
 from memlab.units import MIB
+from tests.unit.measured import measured_rows
 from tests.unit.of_old_core import MEASURED_WITH_OLD_CORE
 
 ROOT = Path(__file__).parents[2]
 GRAPH = TrainingState(cuda_graph_impl="full_iteration")
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-MEASURED = [json.loads(line) for line in (ROOT / "labs/results/h200_cuda_graphs.jsonl").read_text().splitlines()]
+MEASURED = measured_rows("h200_cuda_graphs")
 WHOLE = [row for row in MEASURED if "full_iteration" in row["graphs"]["cuda_graph_scope"]]
 TIED = [row for row in WHOLE if find_architecture(row["model"]).share_embeddings_and_output_weights]
 BY_ENGINE = [

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from benchmarks.plain_fsdp2 import Job, predicted_of
 from memlab import Lab, Layout, MemorySettings, TrainingState
 from memlab.backends import cpu, find_backend
 from memlab.backends.simulated import of_labs_before_0_4, predicting
@@ -31,6 +28,7 @@ from memlab.lab.one_process import OneProcess
 from memlab.lab.predictions import predict_measured
 from memlab.lab.request import PassRequest, StepRequest
 from memlab.views.text.record import version_lines
+from tests.unit.measured import assert_fsdp2_predicted, measured_by_name
 from tests.unit.of_old_torch import MEASURED_WITH_OLD_TORCH
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
@@ -305,9 +303,7 @@ def test_host_memory_is_asked_for_what_is_there_between_steps(monkeypatch: pytes
         cpu.require_host_memory(replace(scenario, state=TrainingState(fp32_sharded_params=True)))
 
 
-RESULTS = Path(__file__).parents[2] / "labs" / "results"
-FILES = ("h200_plain_fsdp2.jsonl", "h200x2_plain_fsdp2.jsonl")
-MEASURED = {row["name"]: row for file in FILES for row in map(json.loads, (RESULTS / file).read_text().splitlines())}
+MEASURED = measured_by_name("h200_plain_fsdp2", "h200x2_plain_fsdp2")
 
 
 @pytest.mark.parametrize(
@@ -329,10 +325,7 @@ MEASURED = {row["name"]: row for file in FILES for row in map(json.loads, (RESUL
     ],
 )
 def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:
-    measured, predicted = MEASURED[name]["ranks"][0], predicted_of(Job(**MEASURED[name]["job"]))
-    assert predicted["start"] == pytest.approx(measured["start"], rel=1e-4)
-    assert predicted["peak"] == pytest.approx(measured["peak"], rel=1e-4)
-    assert predicted["reserved"] == pytest.approx(measured["reserved"], rel=0.01)
+    assert_fsdp2_predicted(MEASURED[name], start=1e-4, peak=1e-4, reserved=0.01)
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 from benchmarks import framework_steps as benchmark
+from tests.unit.measured import measured_rows
 
-FILE = Path(__file__).parents[2] / "labs" / "results" / "h200_framework_steps.jsonl"
-ROWS = [json.loads(line) for line in FILE.read_text().splitlines()]
-OF_PHASES = [json.loads(line) for line in FILE.with_name("h200_verl_phases.jsonl").read_text().splitlines()]
+ROWS, OF_PHASES = measured_rows("h200_framework_steps"), measured_rows("h200_verl_phases")
 
 
 def test_no_job_was_measured_twice_or_failed() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from memlab.lab.request import StepRequest
 from memlab.meter.allocations import StorageAllocation
 from memlab.meter.caching_memory import CachingMemory
 from memlab.meter.stream_order import StreamOrder
+from tests.unit.measured import measured_rows
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 from benchmarks.plain_fsdp2 import Job, predicted_of
@@ -149,12 +149,8 @@ def test_what_version_1_lacks_is_refused_by_name(state: dict[str, Any], words: s
         of(state)
 
 
-ROWS = [
-    row
-    for name in ("options", "combined")
-    for row in map(json.loads, (RESULTS / f"h200_plain_fsdp_{name}.jsonl").read_text().splitlines())
-    if row["job"]["fsdp_version"] == 1
-]
+MEASURED = measured_rows("h200_plain_fsdp_options", "h200_plain_fsdp_combined")
+ROWS = [row for row in MEASURED if row["job"]["fsdp_version"] == 1]
 
 
 @pytest.mark.slow

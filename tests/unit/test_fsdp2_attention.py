@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.plain_fsdp2 import Job, predicted_of
 from memlab import Lab, MemorySettings, TrainingState
 from memlab.backends import find_backend
 from memlab.backends.simulated import predicting
@@ -21,6 +18,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.validation import RuleError
 from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.meter.observers import ObserveResults
+from tests.unit.measured import assert_fsdp2_predicted, measured_by_name
 from tests.unit.of_old_torch import MEASURED_WITH_OLD_TORCH
 from tests.unit.saved import saved_tensors, storage_bytes
 
@@ -202,17 +200,9 @@ def test_a_checkpoint_of_every_nth_layer_has_such_a_layer(
         check_on_model(settings, Scenario.of("llama-3-tiny", **SIZES))
 
 
-RESULTS = Path(__file__).parents[2] / "labs" / "results"
-FILES = [
-    f"{name}.jsonl"
-    for name in (
-        "h200_plain_fsdp_options",
-        "h200x2_plain_fsdp_options",
-        "h200_plain_fsdp_combined",
-        "h200x2_plain_fsdp_ulysses",
-    )
-]
-MEASURED = {row["name"]: row for file in FILES for row in map(json.loads, (RESULTS / file).read_text().splitlines())}
+MEASURED = measured_by_name(
+    *("h200_plain_fsdp_options", "h200x2_plain_fsdp_options", "h200_plain_fsdp_combined", "h200x2_plain_fsdp_ulysses")
+)
 OF_LLAMA = "model=llama-3.1-8b num_layers=4 seq_length=4096 num_ranks=2 "
 ULYSSES = next(name for name, row in MEASURED.items() if row["job"].get("cp_comm_type") == "a2a")
 OF_EIGHT = "model=llama-3.1-8b num_layers=8 seq_length=8192 num_ranks=8 "
@@ -237,8 +227,5 @@ OF_EIGHT = "model=llama-3.1-8b num_layers=8 seq_length=8192 num_ranks=8 "
     ],
 )
 def test_predictions_are_what_an_h200_needed_without_memlab(name: str) -> None:
-    measured, predicted = MEASURED[name]["ranks"][0], predicted_of(Job(**MEASURED[name]["job"]))
-    assert predicted["start"] == pytest.approx(measured["start"], rel=2e-4)
-    assert predicted["peak"] == pytest.approx(measured["peak"], rel=2e-4)
-    if "selective_ac" not in name:
-        assert predicted["reserved"] == pytest.approx(measured["reserved"], rel=5e-3)
+    reserved = {} if "selective_ac" in name else {"reserved": 5e-3}
+    assert_fsdp2_predicted(MEASURED[name], start=2e-4, peak=2e-4, **reserved)

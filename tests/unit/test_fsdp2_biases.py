@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from benchmarks.plain_fsdp2 import Job, predicted_of
 from memlab import Lab, MemorySettings
+from tests.unit.measured import assert_fsdp2_predicted, measured_by_name
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
-FILE = Path(__file__).parents[2] / "labs" / "results" / "h200_plain_fsdp_combined.jsonl"
-ROWS = {row["name"]: row for row in map(json.loads, FILE.read_text(encoding="utf-8").splitlines())}
+ROWS = measured_by_name("h200_plain_fsdp_combined")
 FULL = MemorySettings(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 SELECTIVE = MemorySettings(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1, selective_ac=True
@@ -28,8 +24,7 @@ SELECTIVE = MemorySettings(
     ],
 )
 def test_between_steps_and_reserved_is_what_an_h200_had_to_the_byte(name: str) -> None:
-    (measured,), predicted = ROWS[name]["ranks"], predicted_of(Job(**ROWS[name]["job"]))
-    assert (predicted["start"], predicted["reserved"]) == (measured["start"], measured["reserved"])
+    assert_fsdp2_predicted(ROWS[name], start=0.0, reserved=0.0)
 
 
 @pytest.mark.parametrize(("model", "has_biases"), [("qwen2.5-tiny", True), ("qwen3-dense-tiny", False)])

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.plain_fsdp2 import Job, predicted_of
+from benchmarks.plain_fsdp2 import Job
 from memlab import Lab, MemorySettings, TrainingState
 from memlab.backends import find_backend
 from memlab.backends.simulated import predicting
@@ -21,6 +19,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.validation import RuleError
 from memlab.meter.caching_memory import CachingMemory
 from memlab.meter.observers import ObserveResults
+from tests.unit.measured import assert_fsdp2_predicted, measured_rows
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
@@ -104,14 +103,10 @@ def test_other_parts_than_gemmas_are_refused(values: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gemma-3-12b", "gemma-2-9b"])
 def test_predictions_are_what_an_h200_needed_without_memlab(model: str) -> None:
-    file = Path(__file__).parents[2] / "labs" / "results" / "h200_plain_fsdp_options.jsonl"
-    for row in map(json.loads, file.read_text().splitlines()):
+    for row in measured_rows("h200_plain_fsdp_options"):
         job = Job(**row["job"])
         if job.model == model and job.attn_implementation == "sdpa":
-            measured, predicted = row["ranks"][0], predicted_of(job)
-            assert predicted["start"] == pytest.approx(measured["start"], rel=1e-4)
-            assert predicted["peak"] == pytest.approx(measured["peak"], rel=1e-4)
-            assert predicted["reserved"] == pytest.approx(measured["reserved"], rel=0.01)
+            assert_fsdp2_predicted(row, start=1e-4, peak=1e-4, reserved=0.01)
 
 
 def test_its_windows_are_refused_where_no_kernel_has_them() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -19,11 +17,11 @@ from memlab.config.scenario import Scenario
 from memlab.fitting.does_it_fit import judge
 from memlab.lab.search_steps import stepping
 from memlab.units import GIB, MIB
+from tests.unit.measured import measured_rows
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
 pytestmark = pytest.mark.versions
-FILE = Path(__file__).parents[2] / "labs" / "results" / "h200_plain_fsdp2_limits.jsonl"
-ROWS = {(row["name"], row["steps"]): row for row in map(json.loads, FILE.read_text(encoding="utf-8").splitlines())}
+ROWS = {(row["name"], row["steps"]): row for row in measured_rows("h200_plain_fsdp2_limits")}
 
 
 @pytest.mark.parametrize(

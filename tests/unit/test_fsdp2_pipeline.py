@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from memlab.config.scenario import Scenario
 from memlab.fitting.measured_margin import measured_margin
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
+from tests.unit.measured import measured_by_name
 from tests.unit.of_old_torch import MEASURED_WITH_OLD_TORCH
 
 pytest.importorskip("transformers", reason="the engine fsdp2 needs transformers: pip install 'memlab[fsdp2]'")
@@ -207,13 +207,7 @@ def test_a_stage_fits_only_with_what_a_measured_one_reserved_more_than_predicted
     assert "masks once" in measured_margin(scenario).steps
 
 
-ROWS = {
-    row["name"]: row
-    for row in map(
-        json.loads,
-        (Path(__file__).parents[2] / "labs/results/h200x2_plain_fsdp2_pipeline.jsonl").read_text().splitlines(),
-    )
-}
+ROWS = measured_by_name("h200x2_plain_fsdp2_pipeline")
 
 
 @MEASURED_WITH_OLD_TORCH

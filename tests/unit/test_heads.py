@@ -20,6 +20,7 @@ from memlab.config.validation import RuleError
 from memlab.jobs.job import Job
 from memlab.lab.lab import Lab
 from tests.unit.inside import inside
+from tests.unit.job_files import read_job
 from tests.unit.live import FULL, gradients_of_step, recompute
 
 pytestmark = pytest.mark.versions
@@ -111,9 +112,7 @@ _OF_SWIFT = "megatron {} --model Qwen/Qwen3-8B --max_length 512 --micro_batch_si
 def test_jobs_of_ms_swift_have_the_head_of_their_task(
     text: str, num_labels: int | None, rows: int, tmp_path: Path
 ) -> None:
-    path = tmp_path / "run.sh"
-    path.write_text(text)
-    job = Job.read(path)
+    job = read_job(text, tmp_path)
     scenario, _ = job.required()
     assert (scenario.state.num_labels, scenario.micro_batch_size) == (num_labels, rows)
     assert not [one for one in job.not_modelled if one.key in ("task_type", "rlhf_type")]
@@ -243,9 +242,7 @@ def test_the_critic_of_slime_takes_the_actor_s_arguments_without_logits(tmp_path
 
 
 def test_layers_of_multi_token_prediction_beside_a_head_are_named_and_not_said_to_be_used(tmp_path: Path) -> None:
-    path = tmp_path / "run.sh"
-    path.write_text(f"{_OF_SWIFT.format('sft')} --task_type seq_cls --num_labels 3 --mtp_num_layers 1")
-    job = Job.read(path)
+    job = read_job(f"{_OF_SWIFT.format('sft')} --task_type seq_cls --num_labels 3 --mtp_num_layers 1", tmp_path)
     assert job.required()[0].state.mtp_num_layers is None
     assert [one.effect for one in job.not_modelled if one.key == "mtp_num_layers"] == ["more"]
     assert not [one for one in job.taken if one.field == "mtp_num_layers"]

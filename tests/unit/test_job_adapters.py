@@ -14,6 +14,7 @@ from memlab.config.training_state import TrainingState
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.lab.job_phases import _gathered_bytes
+from tests.unit.job_files import read_job
 
 PPO = "python3 -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-8B "
 ACTOR = "actor_rollout_ref.actor.megatron.override_ddp_config.grad_reduce_in_fp32=true "
@@ -32,12 +33,6 @@ LATENT = ("linear_q_proj", "linear_kv_down_proj", "linear_kv_up_proj")
 SPLIT = "--tensor_model_parallel_size 2 --sequence_parallel true --expert_tensor_parallel_size 1"
 OF_SWIFT: Any = {"library": "mcore_bridge", "enable_input_require_grads": True}
 PEFT, LORA = "policy.megatron_cfg.peft", "trainer.policy.model.lora"
-
-
-def read(tmp_path: Path, command: str) -> Job:
-    path = tmp_path / "run.sh"
-    path.write_text(command + "\n")
-    return Job.read(path)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +97,7 @@ def read(tmp_path: Path, command: str) -> Job:
     ],
 )
 def test_adapters_are_read_with_the_framework_s_defaults(command: str, lora: LoRA | None, tmp_path: Path) -> None:
-    job = read(tmp_path, command)
+    job = read_job(command, tmp_path)
     assert job.scenario is not None and job.scenario.state.lora == lora
     assert not [one for one in job.not_modelled if "adapters" in one.reason]
 
@@ -135,7 +130,7 @@ def test_adapters_are_read_with_the_framework_s_defaults(command: str, lora: LoR
 def test_adapters_that_memlab_has_none_of_are_named_and_bounded(
     command: str, key: str, what: str, tmp_path: Path
 ) -> None:
-    job = read(tmp_path, command)
+    job = read_job(command, tmp_path)
     (row,) = [one for one in job.not_modelled if one.key == key]
     assert job.scenario is not None and job.scenario.state.lora is None
     assert row.effect == "less" and what in row.reason and row.bound_bytes
@@ -146,13 +141,13 @@ def test_adapters_that_memlab_has_none_of_are_named_and_bounded(
 )
 def test_a_rank_of_zero_is_no_rank_of_adapters(command: str, tmp_path: Path) -> None:
     """Megatron-Bridge divides by it, and mcore-bridge refuses it; verl and SkyRL add no adapters."""
-    job = read(tmp_path, command)
+    job = read_job(command, tmp_path)
     assert "must be a whole number of at least 1" in str(job.not_supported or job.cannot_start)
 
 
 def test_keys_of_adapters_have_no_effect_without_adapters(tmp_path: Path) -> None:
     given = "--lora_dtype float16 --target_regex x --modules_to_save head --lora_bias all"
-    job = read(tmp_path, f"{SWIFT.replace('lora', 'full')}{given}")
+    job = read_job(f"{SWIFT.replace('lora', 'full')}{given}", tmp_path)
     assert not job.not_modelled
     assert {"lora_dtype", "target_regex", "modules_to_save", "lora_bias"} <= job.without_effect.keys()
 
@@ -198,7 +193,7 @@ def test_adapters_are_written_or_named(framework: str, others: dict[str, Any], l
 def test_what_a_weight_sync_sends_of_adapters(
     command: str, sends_adapters: bool, is_told: bool, tmp_path: Path
 ) -> None:
-    job = read(tmp_path, command)
+    job = read_job(command, tmp_path)
     assert job.rollout is not None and job.rollout.sends_adapters == sends_adapters
     assert any("later ones only the adapters" in warning for warning in job.warnings) == is_told
     if job.scenario is not None and sends_adapters:  # the largest is that of linear_fc1, of rank 32 and 24,576 rows

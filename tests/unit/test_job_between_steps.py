@@ -20,6 +20,7 @@ from memlab.jobs.job import Job
 from memlab.lab.job_phases import predict_phases
 from memlab.units import GIB, MIB
 from memlab.views.text.job_phases import phases_table
+from tests.unit.job_files import read_job
 
 NEMO = """policy:
   model_name: {model}
@@ -45,21 +46,15 @@ SLIME = "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --hf-c
 SWIFT = "NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B --max_length 2048 --max_completion_length 1024 "
 
 
-def script(folder: Path, text: str) -> Job:
-    (folder / "run.sh").write_text(text)
-    return Job.read(folder / "run.sh")
-
-
 def verl(folder: Path, overrides: str = "", chosen: str = "model_engine=megatron") -> Job:
-    return script(folder, VERL.format(chosen=chosen) + overrides)
+    return read_job(VERL.format(chosen=chosen) + overrides, folder)
 
 
 def nemo(
     folder: Path, *overrides: str, model: str = "Qwen/Qwen3-8B", backend: str = "megatron", colocated: bool = True
 ) -> Job:
     text = NEMO.format(model=model, backend=backend, colocated=str(colocated).lower())
-    (folder / "job.yaml").write_text(text)
-    return Job.read(folder / "job.yaml", overrides=overrides)
+    return read_job(text, folder, "job.yaml", overrides=overrides)
 
 
 def effects(job: Job) -> dict[str, NotModelled]:
@@ -177,16 +172,16 @@ def test_slime_switches_expandable_segments_on_by_its_own_variable(value: str, s
     """``set_allocator_expandable_segments`` in slime/utils/accelerator/torch_accelerator.py."""
     variable = f'{{"SLIME_ENABLE_EXPANDABLE_SEGMENTS": "{value}"}}'
     sizes = "--seq-length 4096 --train-env-vars"
-    assert script(tmp_path, f"{SLIME} {sizes} '{variable}'").required()[0].allocator.expandable_segments == segments
+    assert read_job(f"{SLIME} {sizes} '{variable}'", tmp_path).required()[0].allocator.expandable_segments == segments
     exported = f"export SLIME_ENABLE_EXPANDABLE_SEGMENTS={value}\n{SLIME} --seq-length 4096"
-    assert script(tmp_path, exported).required()[0].allocator.expandable_segments == segments
+    assert read_job(exported, tmp_path).required()[0].allocator.expandable_segments == segments
 
 
 @pytest.mark.parametrize("framework", ["verl", "skyrl"])
 def test_a_setting_made_by_code_drops_the_options_of_the_variable(framework: str, tmp_path: Path) -> None:
     """torch resets them each time (``parseArgs`` in c10/core/AllocatorConfig.cpp, 2.13)."""
     job = VERL.format(chosen="model_engine=megatron") if framework == "verl" else SKYRL
-    read = script(tmp_path, f"export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:256\n{job}")
+    read = read_job(f"export PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:256\n{job}", tmp_path)
     assert str(read.required()[0].allocator) == "expandable_segments:True"
     assert any("drops max_split_size_mb" in line for line in read.warnings)
 
@@ -213,7 +208,7 @@ def test_a_setting_made_by_code_drops_the_options_of_the_variable(framework: str
 def test_options_of_newer_allocators_are_known_or_named(option: str, effect: str | None, tmp_path: Path) -> None:
     """``parseArgs`` in c10/cuda/CUDAAllocatorConfig.cpp of torch 2.15 knows all of them except the last."""
     job = f"export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True,{option}\n{SLIME} --seq-length 4096"
-    read = script(tmp_path, job)
+    read = read_job(job, tmp_path)
     assert read.required()[0].allocator.expandable_segments
     found = [one.effect for one in read.not_modelled if option.partition(":")[0] in one.key]
     assert found == [effect] * (effect is not None)
@@ -234,19 +229,19 @@ def test_options_of_newer_allocators_are_known_or_named(option: str, effect: str
 )
 def test_turns_of_ms_swift_make_sequences_longer(flags: str, tokens: int, tmp_path: Path) -> None:
     """Each turn has ``max_completion_length`` tokens, and the engine ends a sequence at its longest length."""
-    assert script(tmp_path, SWIFT + flags).required()[0].seq_length == tokens
+    assert read_job(SWIFT + flags, tmp_path).required()[0].seq_length == tokens
 
 
 def test_turns_without_an_end_are_asked_for(tmp_path: Path) -> None:
-    job = script(tmp_path, f"{SWIFT} --rlhf_type grpo --multi_turn_scheduler tool")
+    job = read_job(f"{SWIFT} --rlhf_type grpo --multi_turn_scheduler tool", tmp_path)
     assert "give --set max_turns=NUMBER" in str(job.not_supported)
 
 
 def test_turns_of_slime_s_own_functions_are_named(tmp_path: Path) -> None:
     lengths = "--seq-length 4096 --rollout-max-prompt-len 1024 --rollout-max-response-len 1024"
     own = f"{SLIME} {lengths} --custom-generate-function-path my.generate"
-    assert effects(script(tmp_path, own))["custom_generate_function_path"].effect == "more"
-    limited = script(tmp_path, f"{own} --rollout-max-context-len 4096")
+    assert effects(read_job(own, tmp_path))["custom_generate_function_path"].effect == "more"
+    limited = read_job(f"{own} --rollout-max-context-len 4096", tmp_path)
     assert "custom_generate_function_path" not in effects(limited)
 
 
@@ -287,7 +282,7 @@ def test_hydra_stops_at_keys_of_megatron_without_its_engine(chosen: str, stops: 
 )
 def test_slime_s_engine_leaves_the_device_unless_it_is_told_to_stay(flags: str, sleeps: bool, tmp_path: Path) -> None:
     """``slime_validate_args`` in slime/utils/arguments.py."""
-    rollout = script(tmp_path, f"{SLIME} --seq-length 4096 {flags}").rollout
+    rollout = read_job(f"{SLIME} --seq-length 4096 {flags}", tmp_path).rollout
     assert rollout is not None
     assert rollout.engine_sleeps == sleeps
 
@@ -338,7 +333,7 @@ def test_a_reference_model_of_skyrl_takes_the_policy_s_place(
 ) -> None:
     """``_get_colocation_group`` in skyrl/backends/skyrl_train/workers/worker_dispatch.py, 0.3.0."""
     apart = "" if "colocate_all" in overrides else "trainer.placement.colocate_all=false "
-    rollout = script(tmp_path, SKYRL + apart + overrides).rollout
+    rollout = read_job(SKYRL + apart + overrides, tmp_path).rollout
     assert rollout is not None
     assert rollout.freed_for_log_probabilities == freed
 
@@ -346,7 +341,7 @@ def test_a_reference_model_of_skyrl_takes_the_policy_s_place(
 def test_skyrl_offloads_the_optimizer_in_any_case_with_megatron(tmp_path: Path) -> None:
     """Only fsdp_strategy.py reads ``offload_after_step``; ``_prepare_for_weight_sync`` offloads the state (0.3.0)."""
     key = "trainer.policy.optimizer_config.offload_after_step"
-    job = script(tmp_path, f"{SKYRL} {key}=false")
+    job = read_job(f"{SKYRL} {key}=false", tmp_path)
     assert job.required()[1].offload_optimizer
     assert key in job.without_effect
 
@@ -363,7 +358,7 @@ def test_ms_swift_frees_gradients_where_it_offloads_parameters(
     flags: str, offloaded: tuple[bool, bool, bool], tmp_path: Path
 ) -> None:
     """``offload_megatron_model_to_cpu`` in swift/megatron/trainers/utils.py, 4.6.0."""
-    _, settings = script(tmp_path, f"{SWIFT} --rlhf_type grpo {flags}").required()
+    _, settings = read_job(f"{SWIFT} --rlhf_type grpo {flags}", tmp_path).required()
     found = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
     assert found == offloaded
 
@@ -383,7 +378,7 @@ def test_ms_swift_offloads_only_around_generation_on_the_same_gpus(
     flags: str, is_offloaded: bool, tmp_path: Path
 ) -> None:
     """``enable_offload`` in swift/megatron/trainers/rollout_mixin.py, 4.6.0."""
-    job = script(tmp_path, f"{SWIFT} {flags} --offload_model true --offload_optimizer true")
+    job = read_job(f"{SWIFT} {flags} --offload_model true --offload_optimizer true", tmp_path)
     _, settings = job.required()
     found = {settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer}
     assert found == {is_offloaded}
@@ -409,8 +404,7 @@ def test_ms_swift_keeps_the_buffers_of_its_weight_sync_under_ray(
     lines: str, kept: int, from_host: bool, tmp_path: Path
 ) -> None:
     """``update_weights`` in swift/ray/megatron/rollout/adapter.py and ``prepare`` in checkpoint_engine/nccl.py."""
-    (tmp_path / "job.yaml").write_text(lines + UNDER_RAY)
-    rollout = Job.read(tmp_path / "job.yaml", format_name="ms-swift").rollout
+    rollout = read_job(lines + UNDER_RAY, tmp_path, "job.yaml", format_name="ms-swift").rollout
     assert rollout is not None
     assert (rollout.kept_buffer_bytes, rollout.syncs_from_host, rollout.bucket_bytes) == (kept, from_host, 0)
 
@@ -418,7 +412,7 @@ def test_ms_swift_keeps_the_buffers_of_its_weight_sync_under_ray(
 @pytest.mark.parametrize(("variable", "mib"), [("", 512), ("export SWIFT_UPDATE_WEIGHTS_BUCKET_SIZE=64\n", 64)])
 def test_ms_swift_sends_weights_to_a_server_in_buckets(variable: str, mib: int, tmp_path: Path) -> None:
     """``_load_weights_to_server_in_buckets`` in swift/megatron/trainers/rollout_mixin.py, 4.6.0."""
-    rollouts = [script(tmp_path, f"{variable}{SWIFT} --rlhf_type grpo --vllm_mode {mode}").rollout
+    rollouts = [read_job(f"{variable}{SWIFT} --rlhf_type grpo --vllm_mode {mode}", tmp_path).rollout
                 for mode in ("server", "colocate")]  # fmt: skip
     found = [(one.bucket_bytes, one.bucket_copies, one.bucket_overflows) for one in rollouts if one is not None]
     assert found == [(mib * MIB, 2, True), (0, 1, False)]
@@ -461,8 +455,7 @@ def test_under_ray_ms_swift_offloads_for_any_engine_on_the_same_gpus(
     lines: str, offloaded: tuple[bool, bool, bool], tokens: int, tmp_path: Path
 ) -> None:
     """``_generation_context`` in swift/ray/megatron/base_trainer.py, 4.6.0."""
-    (tmp_path / "job.yaml").write_text(lines + UNDER_RAY)
-    job = Job.read(tmp_path / "job.yaml", format_name="ms-swift")
+    job = read_job(lines + UNDER_RAY, tmp_path, "job.yaml", format_name="ms-swift")
     scenario, settings = job.required()
     found = (settings.offload_parameters, settings.offload_gradients, settings.offload_optimizer)
     assert (found, scenario.seq_length) == (offloaded, tokens)
@@ -511,15 +504,14 @@ def test_the_model_s_key_decides_whether_verl_pads_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("offloaded", "reason"), [("true", "in its own pass alone"), ("false", "on the same ranks")])
 def test_a_teacher_of_ms_swift_may_leave_the_device(offloaded: str, reason: str, tmp_path: Path) -> None:
     flags = f"--rlhf_type grpo --teacher_model Qwen/Qwen3-32B --offload_teacher_model {offloaded}"
-    found = effects(script(tmp_path, SWIFT + flags))["teacher_model"]
+    found = effects(read_job(SWIFT + flags, tmp_path))["teacher_model"]
     assert (found.effect, found.reason.endswith(reason)) == ("more", True)
-    assert "teacher_model" not in script(tmp_path, f"{SWIFT} --rlhf_type grpo").without_effect
+    assert "teacher_model" not in read_job(f"{SWIFT} --rlhf_type grpo", tmp_path).without_effect
 
 
 @pytest.mark.parametrize("strategy", ["deepspeed", "megatron"])
 def test_a_job_of_another_engine_stays_named_with_another_architecture(strategy: str, tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(SKYRL.replace("strategy=megatron", f"strategy={strategy}"))
-    job = Job.read(tmp_path / "run.sh", architecture="qwen3-8b")
+    job = read_job(SKYRL.replace("strategy=megatron", f"strategy={strategy}"), tmp_path, architecture="qwen3-8b")
     assert (job.scenario is None) == (strategy == "deepspeed")
     assert job.scenario is not None or "trainer.strategy deepspeed" in str(job.not_supported)
 
@@ -585,7 +577,7 @@ def test_slime_s_state_is_back_for_log_probabilities_and_away_at_the_weight_sync
     ],
 )
 def test_where_slime_s_weight_sync_reads_the_weights(flags: str, from_host: bool, tmp_path: Path) -> None:
-    rollout = script(tmp_path, f"{SLIME} --seq-length 4096 {flags}").rollout
+    rollout = read_job(f"{SLIME} --seq-length 4096 {flags}", tmp_path).rollout
     assert rollout is not None
     assert (rollout.offloads_for_generation_only, rollout.syncs_from_host) == (True, from_host)
 
@@ -651,7 +643,7 @@ def test_an_engine_has_the_quantized_weights_of_its_checkpoint(
     elif framework == "nemo-rl":
         job = nemo(tmp_path, f"policy.model_name={name}", backend="vllm", colocated=True)
     else:
-        job = script(tmp_path, texts[framework])
+        job = read_job(texts[framework], tmp_path)
     found = effects(job)
     assert (key in found) == is_quantized
     if is_quantized:
@@ -747,7 +739,7 @@ def test_some_jobs_have_no_pass_for_log_probabilities(
         rollout = verl(tmp_path, text).rollout
     else:
         starts = {"skyrl": SKYRL, "ms-swift": SWIFT, "slime": f"{SLIME} --seq-length 4096 "}
-        rollout = script(tmp_path, starts[framework] + text).rollout
+        rollout = read_job(starts[framework] + text, tmp_path).rollout
     assert rollout is not None
     assert rollout.computes_log_probabilities == computes
 
@@ -766,7 +758,7 @@ def test_what_decides_over_a_pass_and_is_known_only_when_the_job_runs_is_said(
     if framework == "verl":
         job = verl(tmp_path, value)
     else:
-        job = script(tmp_path, {"skyrl": SKYRL, "slime": f"{SLIME} --seq-length 4096 "}[framework] + value)
+        job = read_job({"skyrl": SKYRL, "slime": f"{SLIME} --seq-length 4096 "}[framework] + value, tmp_path)
     assert [one for one in job.warnings if f"{key} is known only when the job runs" in one]
 
 
@@ -799,6 +791,6 @@ def test_verl_sends_weights_to_other_gpus_with_two_buffers(backend: str, times: 
 )
 def test_ms_swift_pads_rows_for_ranks_fp8_and_cudnn(flags: str, tokens: int, tmp_path: Path) -> None:
     """``get_padding_to`` in swift/megatron/utils/utils.py (3602360): rows were as long as the data's."""
-    job = script(tmp_path, f"NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-8B --max_length 2001 {flags}")
+    job = read_job(f"NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-8B --max_length 2001 {flags}", tmp_path)
     assert job.required()[0].seq_length == tokens
     assert any("are padded to" in warning for warning in job.warnings) == (tokens != 2001)

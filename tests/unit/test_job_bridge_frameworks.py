@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from memlab.config.lora import LoRA
+from memlab.config.scenario import Scenario
+from memlab.config.settings import MemorySettings
+from memlab.config.training_state import TrainingState
 from memlab.jobs.job import Job
+from memlab.jobs.writing import written
+from tests.unit.job_files import read_job
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = f"{ACTOR}.megatron.override_transformer_config"
@@ -22,13 +27,11 @@ SKYRL = (
 
 
 def verl(folder: Path, *keys: str, model: str = "Qwen/Qwen3-30B-A3B", version: str | None = None) -> Job:
-    (folder / "run.sh").write_text(" ".join((VERL.format(model=model), *keys)))
-    return Job.read(folder / "run.sh", version=version)
+    return read_job(" ".join((VERL.format(model=model), *keys)), folder, version=version)
 
 
 def skyrl(folder: Path, *keys: str, model: str = "Qwen/Qwen3-30B-A3B", before: str = "") -> Job:
-    (folder / "run.sh").write_text(before + " ".join((SKYRL.format(model=model), *keys)))
-    return Job.read(folder / "run.sh")
+    return read_job(before + " ".join((SKYRL.format(model=model), *keys)), folder)
 
 
 @pytest.mark.parametrize("others", [(), ("grad_offload=False",), ("grad_offload=True",), ("offload.grad.target=null",)])
@@ -42,8 +45,7 @@ def test_verl_s_gradients_leave_with_the_parameters(others: tuple[str, ...], tmp
 @pytest.mark.parametrize("engine", ["model_engine=megatron", ""])
 def test_a_program_of_verl_that_trains_nothing_is_not_predicted(engine: str, program: str, tmp_path: Path) -> None:
     command = VERL.format(model="Qwen/Qwen3-8B").replace("-m verl.trainer.main_ppo", program)
-    (tmp_path / "run.sh").write_text(f"{command} {engine}")
-    assert "does not train" in str(Job.read(tmp_path / "run.sh").not_supported)
+    assert "does not train" in str(read_job(f"{command} {engine}", tmp_path).not_supported)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +57,7 @@ def test_a_program_is_refused_by_its_whole_name(program: str, does: str, tmp_pat
     assert (f"it {does} and does not train" in str(Job.read(tmp_path / "run.sh").not_supported)) is bool(does)
     if program == "observe":  # SkyRL's program that serves is "serve"
         script = SKYRL.format(model="Qwen/Qwen3-8B").replace("skyrl.train.entrypoints.main_base", "mine.observe")
-        (tmp_path / "run.sh").write_text(script)
-        assert "does not train" not in str(Job.read(tmp_path / "run.sh").not_supported)
+        assert "does not train" not in str(read_job(script, tmp_path).not_supported)
 
 
 @pytest.mark.parametrize(("value", "is_told"), [("None", True), ("null", False), ("none", False)])
@@ -243,8 +244,7 @@ def test_a_job_of_skyrl_without_a_strategy_is_not_megatron_s(tmp_path: Path) -> 
 
 
 def sft(folder: Path, command: str) -> Job:
-    (folder / "run.sh").write_text(command)
-    return Job.read(folder / "run.sh", version="0.9.1" if "verl" in command else None)
+    return read_job(command, folder, version="0.9.1" if "verl" in command else None)
 
 
 VERL_SFT = (
@@ -333,8 +333,7 @@ def test_a_job_of_verl_is_megatron_s_only_where_it_chooses_megatron(
     keys: str, engine: str | None, tmp_path: Path
 ) -> None:
     command = VERL.format(model="Qwen/Qwen3-30B-A3B").replace(FP32, "").replace("main_ppo", "main_ppo " + keys)
-    (tmp_path / "run.sh").write_text(command)
-    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    job = read_job(command, tmp_path, version="0.9.1")
     assert job.framework == {"dp": "verl-fsdp", "veomni": "verl-veomni"}.get(str(engine), "verl")
     said = {
         "mlite": "model_engine mlite: memlab predicts verl's jobs with Megatron and FSDP only",
@@ -346,8 +345,7 @@ def test_a_job_of_verl_is_megatron_s_only_where_it_chooses_megatron(
 
 
 def test_a_job_of_verl_that_chooses_no_engine_trains_with_fsdp_and_is_warned_of(tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(VERL.format(model="Qwen/Qwen3-30B-A3B").replace(FP32, ""))
-    job = Job.read(tmp_path / "run.sh")
+    job = read_job(VERL.format(model="Qwen/Qwen3-30B-A3B").replace(FP32, ""), tmp_path)
     assert job.required()[0].engine == "fsdp2"
     assert any("no key chooses an engine, and verl takes FSDP then" in line for line in job.warnings)
 
@@ -436,11 +434,34 @@ def test_bridge_switches_on_in_both_sections_what_one_of_them_has(
 ) -> None:
     others = "-ep 8 comm_overlap=null ddp.overlap_grad_reduce=true optimizer.use_precision_aware_optimizer=false "
     others += "ddp.overlap_param_gather=false " if option == "use_distributed_optimizer" else ""
-    (tmp_path / "run.sh").write_text(RECIPE + others + f"ddp.{option}={ddp} optimizer.{option}={optimizer}")
-    job = Job.read(tmp_path / "run.sh")
+    job = read_job(RECIPE + others + f"ddp.{option}={ddp} optimizer.{option}={optimizer}", tmp_path)
     assert getattr(job.required()[0].state, option) is (ddp or optimizer)
     off = {f"{section}.{option}" for section, is_on in (("ddp", ddp), ("optimizer", optimizer)) if not is_on}
     assert off & job.without_effect.keys() == (off if len(off) == 1 else set())
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_what_is_on_where_one_section_has_it_on_is_written_into_both(is_on: bool) -> None:
+    scenario = Scenario.of("qwen3-8b", state=TrainingState(overlap_param_gather=is_on, overlap_grad_reduce=True))
+    lines = written("bridge", scenario, MemorySettings()).lines
+    assert lines.count(f"  overlap_param_gather: {str(is_on).lower()}") == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        ("", True),
+        ("checkpoint.ckpt_format=fsdp_dtensor", False),
+        ("checkpoint.save=null", True),
+        ("checkpoint.save=null checkpoint.load=null", False),
+    ],
+)
+def test_recipes_of_bridge_save_checkpoints_in_a_format_that_fsdp_refuses(
+    overrides: str, is_refused: bool, tmp_path: Path
+) -> None:
+    """``recipes/common.py`` gives each a folder, and the format ``torch_dist`` (0.6.2)."""
+    job = sft(tmp_path, f"{RECIPE}-ep 8 ddp.use_megatron_fsdp=true {overrides}")
+    assert ("use_megatron_fsdp with checkpoints in another format" in str(job.cannot_start)) is is_refused
 
 
 def test_a_recipe_s_optimizer_keeps_what_its_ddp_leaves_out(tmp_path: Path) -> None:
@@ -541,8 +562,7 @@ def test_the_gpu_of_a_recipe_decides_whether_fp8_matrices_are_transposed(
         "ddp: {grad_reduce_in_fp32: true}\ntrain: {micro_batch_size: 1, global_batch_size: 8}\n"
         f"mixed_precision: {precision}\n"
     )
-    (tmp_path / "run_config.yaml").write_text(text)
-    job = Job.read(tmp_path / "run_config.yaml")
+    job = read_job(text, tmp_path, "run_config.yaml")
     found = [one for one in job.not_modelled if one.key == "mixed_precision.fp8_recipe"]
     assert [one.effect for one in found] == said
     of_job = job.required()[0].state

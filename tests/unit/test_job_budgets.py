@@ -10,6 +10,7 @@ import pytest
 from memlab.jobs.frameworks.budgets import Counting, Step, by_first_fit, by_tokens
 from memlab.jobs.job import Job
 from memlab.views.text.record import without_state
+from tests.unit.job_files import read_job
 
 
 def _first_fit(lengths: list[int], budget: int) -> int:
@@ -47,9 +48,32 @@ def _balanced(lengths: list[int], budget: int) -> int:
     return min(len(lengths), math.ceil(sum(lengths) / budget))
 
 
+def _shared_by_work(lengths: list[int], rows: int) -> list[int]:
+    """Returns the tokens of rows that the largest differencing method balances by verl's measure of work."""
+    states = [[(24576 * each + each**2, each)] + [(0, 0)] * (rows - 1) for each in lengths]
+    while len(states) > 1:
+        states.sort(key=lambda state: state[0][0] - state[-1][0])
+        one, other = states.pop(), states.pop()
+        states.append(
+            sorted(((a + b, s + t) for (a, s), (b, t) in zip(one, reversed(other), strict=True)), reverse=True)
+        )
+    return [tokens for _, tokens in states[0]]
+
+
+def _balanced_within(lengths: list[int], budget: int) -> int:
+    first = _balanced(lengths, budget)
+    return next(rows for rows in range(first, len(lengths) + 1) if max(_shared_by_work(lengths, rows)) <= budget)
+
+
 @pytest.mark.parametrize(
     ("counted", "packed"),
-    [(by_first_fit, _first_fit), (by_first_fit, _emptiest_first), (by_first_fit, _padded), (by_tokens, _balanced)],
+    [
+        (by_first_fit, _first_fit),
+        (by_first_fit, _emptiest_first),
+        (by_first_fit, _padded),
+        (by_first_fit, _balanced_within),
+        (by_tokens, _balanced),
+    ],
 )
 def test_no_data_fill_more_micro_batches_and_the_longest_sequences_fill_as_many(
     counted: Counting, packed: Callable[[list[int], int], int]
@@ -89,7 +113,7 @@ _STEPS = "generator.step_wise_trajectories=true"
 @pytest.mark.parametrize(
     ("script", "expected"),
     [
-        (_VERL.format("dp"), (1, 5)),  # 6 sequences of 3,072 tokens on each rank: 18,432 tokens, by 4,096
+        (_VERL.format("dp"), (1, 5)),  # before 0.9.1: 6 sequences of 3,072 tokens on each rank: 18,432 tokens, by 4,096
         (_VERL.format("megatron"), (1, 5)),
         (f"{_VERL.format('megatron')} {_CHUNKS}", (2, 10)),  # 12 sequences: 9 micro-batches, by two stages in turn
         (f"{_SLIME} 4096", (1, 6)),
@@ -104,17 +128,53 @@ _STEPS = "generator.step_wise_trajectories=true"
 def test_a_job_says_how_many_micro_batches_the_data_can_fill(
     script: str, expected: tuple[int, int], tmp_path: Path
 ) -> None:
-    (tmp_path / "run.sh").write_text(script)
-    job = Job.read(tmp_path / "run.sh", version="2026-08-20" if "verl" in script else None)
+    job = read_job(script, tmp_path, version="2026-08-20" if "verl" in script else None)
     assert job.micro_batches == expected
     said = f", {expected[0]} to {expected[1]} in a step, depend"
     assert (said in " ".join(job.warnings)) is (expected != (1, 1))
 
 
+@pytest.mark.parametrize(
+    ("version", "most", "is_warned"), [("0.9.1", 6, False), ("2026-08-20", 5, True), ("before-2026-08-20", 5, True)]
+)
+@pytest.mark.parametrize("engine", ["dp", "megatron"])
+def test_a_row_of_verl_can_hold_more_than_its_budget_before_0_9_1(
+    engine: str, version: str, most: int, is_warned: bool, tmp_path: Path
+) -> None:
+    """Six sequences of 3,072 tokens need five rows of 4,096 on average, of which one then holds two sequences."""
+    assert max(_shared_by_work([3072] * 6, 5)) == 6144
+    (tmp_path / "run.sh").write_text(_VERL.format(engine))
+    job = Job.read(tmp_path / "run.sh", version=version)
+    assert job.micro_batches == (1, most)
+    said = [one for one in job.warnings if "more than the budget, such as 6,144 tokens" in one]
+    assert bool(said) is is_warned
+    if is_warned:
+        fuller = Job.read(tmp_path / "run.sh", version=version, overrides=[said[0].rpartition("--set ")[2].split()[0]])
+        assert fuller.required()[0].seq_length == 6144
+
+
+@pytest.mark.parametrize(
+    ("flag", "tokens", "most", "said"),
+    [
+        ("", 4096, 6, None),
+        ("--balance-by-flops", 4096, 5, "more than the budget, such as 6,144 tokens"),
+        ("--balance-by-flops", 6144, 3, "more than the budget, which memlab predicts"),
+        ("--balance-by-flops", 262144, 1, None),
+    ],
+)
+def test_slime_balances_rows_above_the_budget_if_the_job_asks_for_it(
+    flag: str, tokens: int, most: int, said: str | None, tmp_path: Path
+) -> None:
+    script = _SLIME.replace("--global-batch-size 48", "--global-batch-size 6").replace("per-node 8", "per-node 1")
+    (tmp_path / "run.sh").write_text(f"{script} {tokens} {flag}")
+    job = Job.read(tmp_path / "run.sh")
+    assert job.micro_batches == (1, most)
+    assert any((said or "balance_by_flops") in one for one in job.warnings) is (said is not None)
+
+
 def test_steps_of_an_agent_have_no_known_number(tmp_path: Path) -> None:
     script = f"{_SKYRL}-1 {_STEPS} generator.max_turns=4 trainer.algorithm.max_seq_len=8192"
-    (tmp_path / "run.sh").write_text(script.replace("skyrl.train.entrypoints.main_base", "harbor.main_harbor"))
-    job = Job.read(tmp_path / "run.sh")
+    job = read_job(script.replace("skyrl.train.entrypoints.main_base", "harbor.main_harbor"), tmp_path)
     assert job.micro_batches is None and "so the number of micro-batches depends on the data" in " ".join(job.warnings)
 
 
@@ -122,8 +182,7 @@ def test_steps_of_an_agent_have_no_known_number(tmp_path: Path) -> None:
 def test_steps_of_an_agent_are_as_many_as_the_job_says(
     turns: str, expected: tuple[int, int] | None, tmp_path: Path
 ) -> None:
-    (tmp_path / "run.sh").write_text(f"{_SKYRL}-1 {_STEPS} {turns}")
-    job = Job.read(tmp_path / "run.sh")
+    job = read_job(f"{_SKYRL}-1 {_STEPS} {turns}", tmp_path)
     assert job.micro_batches == expected
     assert any("step_wise_trajectories: " in one for one in job.warnings) is (not expected)
 
@@ -184,9 +243,7 @@ def test_the_release_that_a_recipe_asks_for_decides_verl_s_version(
 ) -> None:
     (tmp_path / "retool" / "run").mkdir(parents=True)
     (tmp_path / "retool" / "REQUIRED_VERL.txt").write_text(text)
-    script = tmp_path / "retool" / "run" / "run.sh"
-    script.write_text(_VERL.format("dp"))
-    job = Job.read(script)
+    job = read_job(_VERL.format("dp"), tmp_path / "retool" / "run")
     assert any("asks for verl v0." in one for one in job.warnings) is (defers is not None)
     named = [one.key for one in job.not_modelled]
     assert any("use_no_sync" in key for key in named) is (defers is None)
@@ -216,9 +273,7 @@ def test_the_configuration_that_a_program_of_the_job_s_own_names_is_read(
     (tmp_path / ("prime" if folder != "other" else "none") / "main_prime.py").write_text(_DECORATOR.format(name))
     configuration = "defaults: [ppo_trainer, _self_]\nactor_rollout_ref: {actor: {entropy_coeff: 0.001}}\n"
     (tmp_path / "prime" / "config" / "prime_trainer.yaml").write_text(configuration)
-    script = tmp_path / folder / "run.sh"
-    script.write_text(_VERL.format("dp").replace("verl.trainer.main_ppo", "recipe.prime.main_prime"))
-    job = Job.read(script)
+    job = read_job(_VERL.format("dp").replace("verl.trainer.main_ppo", "recipe.prime.main_prime"), tmp_path / folder)
     assert [one.value for one in job.not_modelled if one.key.endswith("entropy_coeff")] == [entropy] * bool(entropy)
     assert [told in one for one in job.warnings if "no program of verl's own" in one] == [True]
     assert any("lost_trainer, which main_prime.py names, is not in" in one for one in job.warnings) == ("lost" in name)
@@ -233,8 +288,7 @@ def test_a_configuration_that_a_command_names_lies_where_its_program_says(
     (tmp_path / "main_prime.py").write_text(_DECORATOR.format("prime_trainer"))
     (tmp_path / "config" / "small.yaml").write_text("actor_rollout_ref: {actor: {entropy_coeff: 0.001}}\n")
     command = _VERL.format("dp").replace("verl.trainer.main_ppo", f"{program.split('.')[1]} --config-name small")
-    (tmp_path / "run.sh").write_text(command)
-    job = Job.read(tmp_path / "run.sh")
+    job = read_job(command, tmp_path)
     assert any(one.key.endswith("entropy_coeff") for one in job.not_modelled) is is_found
     assert any("is not beside the script" in one for one in job.warnings) is not is_found
 
@@ -254,8 +308,7 @@ def test_rows_of_all_ranks_of_a_pass_without_backward_are_said(
 ) -> None:
     key = f"actor_rollout_ref.{section}.log_prob_micro_batch_size"
     rows = "actor_rollout_ref.actor.use_dynamic_bsz=False actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
-    (tmp_path / "run.sh").write_text(f"{_VERL.format(engine)} {rows} {keys} {key}=64")
-    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    job = read_job(f"{_VERL.format(engine)} {rows} {keys} {key}=64", tmp_path, version="0.9.1")
     assert (key in {one.key for one in job.not_modelled}) is is_said
     assert (key in job.without_effect) is not is_said
 
@@ -279,8 +332,7 @@ def test_a_mini_batch_of_verl_has_no_more_prompts_than_a_step(
     is_known = isinstance(prompts, int)
     command = _VERL.format(engine).replace("verl.trainer.main_ppo", program)
     keys = f"data.train_batch_size={prompts} actor_rollout_ref.actor.ppo_mini_batch_size={16 if is_known else 2048}"
-    (tmp_path / "run.sh").write_text(f"{command} {keys} actor_rollout_ref.actor.use_dynamic_bsz={is_dynamic}")
-    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    job = read_job(f"{command} {keys} actor_rollout_ref.actor.use_dynamic_bsz={is_dynamic}", tmp_path, version="0.9.1")
     assert ("more than the" in str(job.cannot_start)) is stops
     assert any("more than the 8 prompts" in one for one in job.warnings) is is_told
 
@@ -297,8 +349,7 @@ def test_a_mini_batch_of_verl_has_no_more_prompts_than_a_step(
 def test_a_fully_asynchronous_job_of_verl_generates_on_gpus_of_its_own(
     engine: str, keys: str, is_colocated: bool, is_told: bool, tmp_path: Path
 ) -> None:
-    (tmp_path / "run.sh").write_text(f"{_VERL.format(engine)} {keys}")
-    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    job = read_job(f"{_VERL.format(engine)} {keys}", tmp_path, version="0.9.1")
     assert job.rollout is not None and job.rollout.is_colocated is is_colocated
     assert any("asserts that actor_rollout_ref.hybrid_engine" in one for one in job.warnings) is is_told
 
@@ -322,16 +373,14 @@ def test_a_program_that_is_not_verl_s_own_may_have_other_defaults(
     engine: str, words: str, told: str, tmp_path: Path
 ) -> None:
     script = _VERL.format(engine).replace("verl.trainer.main_ppo ", f"recipe.dapo.main_dapo {words}")
-    (tmp_path / "run.sh").write_text(script)
-    warnings = Job.read(tmp_path / "run.sh", version="0.9.1").warnings
+    warnings = read_job(script, tmp_path, version="0.9.1").warnings
     assert [told in one for one in warnings if "recipe.dapo.main_dapo is no program of verl's own" in one] == [True]
 
 
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 @pytest.mark.parametrize(("key", "is_refused"), [("policy_loss.tau_pos", True), ("tau_pos", False)])
 def test_the_policy_s_loss_has_no_numbers_of_sapo(engine: str, key: str, is_refused: bool, tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(f"{_VERL.format(engine)} +actor_rollout_ref.actor.{key}=1.0")
-    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    job = read_job(f"{_VERL.format(engine)} +actor_rollout_ref.actor.{key}=1.0", tmp_path, version="0.9.1")
     assert ("PolicyLossConfig" in str(job.cannot_start)) is is_refused
     assert not [one for one in job.not_modelled if one.effect == "unknown"]
 
@@ -371,7 +420,7 @@ def test_a_job_that_only_evaluates_is_refused(name: str, text: str, key: str, tm
 @pytest.mark.parametrize("engine", ["dp", "megatron"])
 @pytest.mark.parametrize(
     ("prompts", "tokens", "rows"),
-    [(8, 8 * 3072 // 4, (1, 1)), (64, 16384, (1, 3))],
+    [(8, 8 * 3072 // 4, (1, 1)), (64, 16384, (1, 4))],
 )
 def test_a_step_of_verl_fills_no_more_of_a_budget_than_its_sequences_have(
     engine: str, prompts: int, tokens: int, rows: tuple[int, int], tmp_path: Path
@@ -382,12 +431,57 @@ def test_a_step_of_verl_fills_no_more_of_a_budget_than_its_sequences_have(
         f"data.train_batch_size={prompts} actor_rollout_ref.actor.ppo_mini_batch_size={prompts} trainer.n_gpus_per_node=4 "
         "data.max_prompt_length=1024 data.max_response_length=2048 actor_rollout_ref.rollout.n=1 trainer.nnodes=1"
     )
-    (tmp_path / "run.sh").write_text(f"{_VERL.format(engine)} {keys}")
-    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    job = read_job(f"{_VERL.format(engine)} {keys}", tmp_path, version="0.9.1")
     scenario, _ = job.required()
     assert scenario.seq_length == tokens
     assert scenario.packed_sequences == math.ceil(tokens / 3072)
     assert job.micro_batches == rows
+
+
+_FEW_OF_NEMO_RL = """policy:
+  model_name: Qwen/Qwen3-8B
+  max_total_sequence_length: 512
+  train_global_batch_size: 8
+  megatron_cfg: {{enabled: true}}
+  sequence_packing: {{enabled: true, train_mb_tokens: 8192, logprob_mb_tokens: 8192}}
+cluster: {{num_nodes: 1, gpus_per_node: 4}}
+grpo: {{num_prompts_per_step: {0}, num_generations_per_prompt: 2}}
+"""
+_FEW_OF_VERL = (
+    f"{_VERL.format('{0}')} data.train_batch_size={{1}} actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=40960"
+)
+_FEW_OF_SKYRL = _SKYRL.replace("batch_size=16", "batch_size=8").replace("=fsdp2", "={0}") + "65536 "
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        # Each of eight copies has 6 sequences of 3,072 tokens of 16 prompts, and 15 of 40.
+        *((_FEW_OF_VERL.format(engine, 16), 6 * 3072) for engine in ("dp", "megatron")),
+        *((_FEW_OF_VERL.format(engine, 40), 40960) for engine in ("dp", "megatron")),
+        *((_FEW_OF_SKYRL.format(engine), 3 * 3072) for engine in ("fsdp2", "megatron")),
+        (_FEW_OF_SKYRL.format("megatron") + "trainer.train_batch_size=16", 6 * 3072),
+        (
+            _FEW_OF_SKYRL.format("megatron")
+            + "trainer.train_batch_size=16 trainer.recompute_old_logprobs_per_minibatch=true",
+            3 * 3072,
+        ),
+        (_FEW_OF_SKYRL.format("megatron") + _STEPS, 65536),
+        (_FEW_OF_NEMO_RL.format(4), 8 * 512),  # a row may have any of them
+        (_FEW_OF_NEMO_RL.format(64), 8192),
+        # slime has no other micro-batches than those of the training: 48 sequences, and one that is too long.
+        (f"{_SLIME} 196608 --log-probs-max-tokens-per-gpu 262144", 48 * 3072),
+        (f"{_SLIME} 8192 --log-probs-max-tokens-per-gpu 262144", 8192),
+        (f"{_SLIME} 2048", 3072),
+    ],
+)
+def test_a_pass_without_backward_fills_no_more_of_a_budget_than_its_sequences_have(
+    text: str, tokens: int, tmp_path: Path
+) -> None:
+    path = tmp_path / ("job.yaml" if text.startswith("policy") else "run.sh")
+    path.write_text(text)
+    rollout = Job.read(path, version="0.9.1" if "verl" in text else None).rollout
+    assert rollout is not None and (rollout.seq_length, rollout.micro_batch_size) == (tokens, 1)
 
 
 def test_a_row_of_nemo_rl_may_hold_any_sequence_of_a_step_and_no_more(tmp_path: Path) -> None:
@@ -398,8 +492,7 @@ def test_a_row_of_nemo_rl_may_hold_any_sequence_of_a_step_and_no_more(tmp_path: 
         "cluster: {{num_nodes: 1, gpus_per_node: 4}}\ngrpo: {{num_prompts_per_step: 4}}\n"
     )
     for sequences, tokens in ((8, 8 * 512), (64, 8192)):
-        (tmp_path / "job.yaml").write_text(text.format(sequences))
-        assert Job.read(tmp_path / "job.yaml").required()[0].seq_length == tokens
+        assert read_job(text.format(sequences), tmp_path, "job.yaml").required()[0].seq_length == tokens
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -407,8 +500,7 @@ def test_a_job_whose_ranks_exchange_heads_is_shown(version: int, tmp_path: Path)
     """A table names the job without its state, which such ranks need."""
     keys = f"actor_rollout_ref.actor.strategy=fsdp{'2' * (version > 1)} "
     keys += "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
-    (tmp_path / "run.sh").write_text(f"{_VERL.format('dp')} {keys}")
-    scenario, _ = Job.read(tmp_path / "run.sh", version="0.9.1").required()
+    scenario, _ = read_job(f"{_VERL.format('dp')} {keys}", tmp_path, version="0.9.1").required()
     assert (scenario.layout.context_parallel_size, scenario.state.fsdp_version) == (2, version)
     assert scenario.packed_sequences is not None
     assert without_state(scenario).startswith("qwen3-8b")

@@ -11,6 +11,7 @@ from memlab.cli import main, one_line
 from memlab.jobs.frameworks.registry import LOOKED_FOR
 from memlab.jobs.job import Job
 from memlab.views.text.job import job_table
+from tests.unit.job_files import read_job
 
 SWIFT = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B"
 CAUSES = {
@@ -110,8 +111,7 @@ def test_values_behind_two_dashes_are_the_script_s_own(tmp_path: Path, capsys: p
 
 
 def test_an_unused_value_is_no_cause(tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(f"LOG=$1\n{SWIFT} --max_length ${{2:-4096}}\n")
-    assert not Job.read(tmp_path / "run.sh").causes
+    assert not read_job(f"LOG=$1\n{SWIFT} --max_length ${{2:-4096}}\n", tmp_path).causes
 
 
 def test_a_file_of_no_known_format_is_told_all_formats(tmp_path: Path) -> None:
@@ -144,7 +144,5 @@ def test_a_guessed_size_refuses_no_job(nnodes: str, tmp_path: Path) -> None:
 
 
 def test_the_sizes_of_a_model_are_no_job(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text('{"model_type": "qwen3", "hidden_size": 4096}')
     with pytest.raises(ValueError, match=r"has the sizes of a model \('qwen3'\).*memlab predict .*config.json"):
-        Job.read(path)
+        read_job('{"model_type": "qwen3", "hidden_size": 4096}', tmp_path, "config.json")

@@ -14,6 +14,7 @@ from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.registry import FRAMEWORKS
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
+from tests.unit.job_files import read_job
 from tests.unit.test_job_round_trip import FILES, read_lines
 
 QWEN, LLAMA = ARCHITECTURES["qwen2.5-7b"], ARCHITECTURES["llama-3.1-8b"]
@@ -21,11 +22,6 @@ SIZES = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 28 --hidden-
 --num-attention-heads 28 --group-query-attention --num-query-groups 4 --kv-channels 128 --swiglu --bf16
 --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope
 --vocab-size 152064 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8""".replace("\n", " ")
-
-
-def read(folder: Path, name: str, text: str) -> Job:
-    (folder / name).write_text(text + "\n")
-    return Job.read(folder / name)
 
 
 @pytest.mark.parametrize("model", [QWEN, LLAMA], ids=lambda model: model.name)
@@ -38,14 +34,14 @@ def test_a_job_that_is_written_is_read_as_the_same_model(name: str, model: Archi
 
 
 def test_megatron_lm_s_flag_decides_on_the_biases(tmp_path: Path) -> None:
-    assert read(tmp_path, "with.sh", f"{SIZES} --add-qkv-bias").required()[0].architecture == QWEN
-    without = read(tmp_path, "without.sh", SIZES).required()[0].architecture
+    assert read_job(f"{SIZES} --add-qkv-bias", tmp_path, "with.sh").required()[0].architecture == QWEN
+    without = read_job(SIZES, tmp_path, "without.sh").required()[0].architecture
     assert not without.add_qkv_bias
     assert QWEN.num_parameters - without.num_parameters == 28 * (28 + 2 * 4) * 128
 
 
 def test_megatron_lm_s_windows_of_a_dense_model_are_predicted(tmp_path: Path) -> None:
-    scenario, _ = read(tmp_path, "run.sh", f"{SIZES} --window-size 127,0").required()
+    scenario, _ = read_job(f"{SIZES} --window-size 127,0", tmp_path).required()
     assert (scenario.engine, scenario.architecture.window_size) == ("megatron", (127, 0))
 
 
@@ -63,7 +59,7 @@ TRANSFORMER = "actor_rollout_ref.actor.megatron.override_transformer_config"
     ],
 )
 def test_what_a_job_says_of_a_model_that_it_names_counts(text: str, model: Architecture, tmp_path: Path) -> None:
-    job = read(tmp_path, "run.sh", text + HUGGING_FACE_NAMES[model.name])
+    job = read_job(text + HUGGING_FACE_NAMES[model.name], tmp_path)
     assert job.required()[0].architecture == replace(model, add_qkv_bias=True)
 
 
@@ -78,7 +74,7 @@ OSS = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 24 --hidden-si
 
 
 def test_megatron_lm_s_flags_of_gpt_oss_are_read(tmp_path: Path) -> None:
-    job = read(tmp_path, "oss.sh", OSS)
+    job = read_job(OSS, tmp_path, "oss.sh")
     scenario = job.required()[0]
     assert scenario.architecture == ARCHITECTURES["gpt-oss-20b"]
     assert scenario.state.bias_activation_fusion

@@ -12,6 +12,7 @@ import yaml
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
 from memlab.units import GIB
+from tests.unit.job_files import read_job
 
 SIZES = """--num-layers 32 --hidden-size 3072 --ffn-hidden-size 8192 --num-attention-heads 32 --swiglu
 --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --position-embedding-type rope
@@ -21,8 +22,7 @@ SWIFT = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-30B-A3B --expert_model
 
 
 def read(folder: Path, flags: str, start: str = "torchrun --nproc-per-node 8 pretrain_gpt.py " + SIZES) -> Job:
-    (folder / "run.sh").write_text(f"{start}{flags}\n")
-    return Job.read(folder / "run.sh")
+    return read_job(f"{start}{flags}\n", folder)
 
 
 def missing(job: Job, key: str) -> NotModelled:
@@ -405,8 +405,7 @@ grpo: {num_prompts_per_step: 4}
 
 
 def nemo(folder: Path, *overrides: str) -> Job:
-    (folder / "config.yaml").write_text(NEMO)
-    return Job.read(folder / "config.yaml", overrides=overrides)
+    return read_job(NEMO, folder, "config.yaml", overrides=overrides)
 
 
 @pytest.mark.parametrize(
@@ -443,8 +442,7 @@ def test_log_probabilities_of_nemo_rl_take_the_micro_batch_of_training(tmp_path:
 def test_keys_that_nemo_rl_does_not_read_are_not_taken(tmp_path: Path, key: str) -> None:
     """It gives ``DistributedDataParallelConfig`` five values by name (``_create_megatron_config`` in setup.py)."""
     text = NEMO.replace("defer_fp32", f"distributed_data_parallel_config: {{{key}: 2}}, defer_fp32")
-    (tmp_path / "config.yaml").write_text(text)
-    job = Job.read(tmp_path / "config.yaml")
+    job = read_job(text, tmp_path, "config.yaml")
 
     assert missing(job, f"policy.megatron_cfg.distributed_data_parallel_config.{key}").effect == "unknown"
 
@@ -826,6 +824,65 @@ def test_a_router_chooses_no_groups_of_which_only_the_number_is_given(tmp_path: 
     assert "must divide the 8 experts" in str(both.not_supported)
 
 
+@pytest.mark.parametrize("flag", ["--use-megatron-fsdp --ckpt-format fsdp_dtensor", "--use-torch-fsdp2"])
+@pytest.mark.parametrize(
+    ("before", "is_refused"),
+    [("", False), ("export CUDA_DEVICE_MAX_CONNECTIONS=1\n", True), ("export CUDA_DEVICE_MAX_CONNECTIONS=8\n", False)],
+)
+def test_megatron_lm_s_fsdp_needs_several_connections(flag: str, before: str, is_refused: bool, tmp_path: Path) -> None:
+    """``validate_args`` asserts it for both (core 0.12 to 0.19)."""
+    start = before + "torchrun --nproc-per-node 8 pretrain_gpt.py " + _GPT
+    job = read(tmp_path, f"{flag} --untie-embeddings-and-output-weights", start)
+    assert ("with CUDA_DEVICE_MAX_CONNECTIONS 1 in its environment" in str(job.cannot_start)) is is_refused
+    other = read(tmp_path, "", start)
+    assert other.cannot_start is None
+
+
+_SECTIONS = {
+    "language_model": {"num_layers": 12, "hidden_size": 512, "num_attention_heads": 8, "add_bias_linear": False},
+    "model_parallel": {"bf16": True, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+} | {
+    "seq_length": 128,
+    "micro_batch_size": 1,
+    "global_batch_size": 8,
+    "vocab_size": 1000,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "before", "refused"),
+    [
+        ({"seq_length": 128}, "", None),
+        ({"train_iters": 5, "train_samples": 5}, "", "train_iters with train_samples"),
+        ({"train_iters": 5, "lr_warmup_samples": 0}, "", None),
+        ({"encoder_seq_length": 128}, "", "seq_length with encoder_seq_length"),
+        ({"save": "x"}, "", "save without save_interval"),
+        (
+            {"num_layers_per_virtual_pipeline_stage": 1, "model_parallel.pipeline_model_parallel_size": 2},
+            *("", "fewer than three pipeline stages"),
+        ),
+        ({"overlap_param_gather": True}, "", "overlap_param_gather without use_distributed_optimizer"),
+        ({"seq_length": 128}, "CUDA_DEVICE_MAX_CONNECTIONS=8 ", "sequence_parallel with another number than 1"),
+        # Rules of ``validate_args`` alone.
+        ({"model_parallel.use_ring_exchange_p2p": False, "batch_size": 8}, "", None),
+        ({"no_position_embedding": True}, "", None),
+        ({"load_main_params_from_ckpt": True}, "", None),
+    ],
+)
+def test_a_file_in_place_of_flags_has_rules_of_its_own(
+    changes: dict[str, Any], before: str, refused: str | None, tmp_path: Path
+) -> None:
+    """``validate_yaml`` in megatron/training/yaml_arguments.py (core 0.16.1) takes the place of ``validate_args``."""
+    tree: dict[str, Any] = {name: dict(one) if isinstance(one, dict) else one for name, one in _SECTIONS.items()}
+    for key, value in changes.items():
+        section, _, name = key.rpartition(".")
+        (tree[section] if section else tree)[name] = value
+    (tmp_path / "gpt.yaml").write_text(yaml.safe_dump(tree))
+    job = read(tmp_path, "", f"{before}torchrun --nproc_per_node 8 pretrain_gpt.py --yaml-cfg gpt.yaml")
+    assert (refused or "None") in str(job.cannot_start)
+
+
 def test_ms_swift_sets_the_connections_that_megatron_fsdp_refuses(tmp_path: Path) -> None:
     start, _ = _NAMED["ms-swift"]
     for connections, is_refused in (("", True), ("CUDA_DEVICE_MAX_CONNECTIONS=32 ", False)):
@@ -881,8 +938,7 @@ _EXPERTS = "num_moe_experts: 8, moe_router_topk: 2"
 )
 def test_options_of_megatron_bridge(tmp_path: Path, keys: str, refusal: str | None, named: list[str]) -> None:
     model = _BRIDGE.replace("model: {", f"model: {{{keys}, ")
-    (tmp_path / "run.yaml").write_text(f"{model}train: {{micro_batch_size: 1, global_batch_size: 8}}\n")
-    job = Job.read(tmp_path / "run.yaml")
+    job = read_job(f"{model}train: {{micro_batch_size: 1, global_batch_size: 8}}\n", tmp_path, "run.yaml")
     assert (refusal or "None") in str(job.cannot_start)
     if refusal is None:
         assert [one.key.removeprefix("model.") for one in job.not_modelled if one.place != "default"] == named
@@ -896,6 +952,11 @@ def test_options_of_megatron_bridge(tmp_path: Path, keys: str, refusal: str | No
         ({"ddp.use_megatron_fsdp": True, "checkpoint.save": "/c"}, "use_megatron_fsdp with checkpoints in another"),
         ({"ddp.use_megatron_fsdp": True, "checkpoint.save": "/c", "checkpoint.ckpt_format": "fsdp_dtensor"}, None),
         ({"ddp.use_megatron_fsdp": True}, None),
+        (
+            {"ddp.use_megatron_fsdp": True, "env_vars.CUDA_DEVICE_MAX_CONNECTIONS": 1},
+            "with CUDA_DEVICE_MAX_CONNECTIONS 1 in its environment",
+        ),
+        ({"ddp.use_megatron_fsdp": True, "env_vars.CUDA_DEVICE_MAX_CONNECTIONS": 32}, None),
         (
             {"optimizer.use_precision_aware_optimizer": True, "optimizer.optimizer": "sgd"},
             "another optimizer than adam",
@@ -925,8 +986,7 @@ def test_rules_of_megatron_bridge_s_configuration(tmp_path: Path, changes: dict[
     for key, value in changes.items():
         section, _, name = key.partition(".")
         tree.setdefault(section, {})[name] = value
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
-    assert (refusal or "None") in str(Job.read(tmp_path / "run.yaml").cannot_start)
+    assert (refusal or "None") in str(read_job(yaml.safe_dump(tree), tmp_path, "run.yaml").cannot_start)
 
 
 def test_megatron_bridge_wants_weights_to_stay_where_activations_are_offloaded(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from memlab.jobs.job import Job
+from tests.unit.job_files import read_job
 
 _VERL = (
     "python3 -m verl.trainer.main_ppo model_engine=megatron actor_rollout_ref.model.path=Qwen/Qwen3-0.6B "
@@ -152,9 +153,7 @@ def test_the_entropy_is_a_part_of_the_loss_where_a_job_gives_it_a_coefficient(
     text: str, has_entropy: bool, missed: set[str], tmp_path: Path
 ) -> None:
     """verl's is so wherever it is computed (``ppo_loss`` in verl/workers/utils/losses.py, 0.9.1)."""
-    path = tmp_path / "run.sh"
-    path.write_text(text)
-    job = Job.read(path, version="0.9.1" if "verl" in text else None)
+    job = read_job(text, tmp_path, version="0.9.1" if "verl" in text else None)
     assert job.required()[0].state.entropy_loss == has_entropy
     of_entropy = {one.key: one for one in job.not_modelled if "entropy" in one.key or "top_p" in one.key}
     assert of_entropy.keys() == missed
@@ -191,8 +190,7 @@ def test_what_of_a_loss_is_not_modelled_is_named(text: str, key: str, tmp_path: 
 )  # fmt: skip
 def test_skyrl_copies_the_logits_of_rows_with_padding(text: str, key: str | None, tokens: int, tmp_path: Path) -> None:
     """``recover_left_padding``, which both directions of SkyRL's Megatron wrapper call where padding stays (0.3.0)."""
-    (tmp_path / "run.sh").write_text(text)
-    job = Job.read(tmp_path / "run.sh")
+    job = read_job(text, tmp_path)
     scenario, _ = job.required()
     found = [(one.key, one.effect, one.bound_bytes) for one in job.not_modelled if "copy of the logits" in one.reason]
     elements = tokens * scenario.architecture.vocab_size // scenario.layout.tensor_model_parallel_size

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from memlab.jobs.job import Job
+from tests.unit.job_files import read_job
 
 PROGRAM = """
     if not args.config:
@@ -37,11 +37,6 @@ def _checkout(folder: Path, named: str) -> Path:
     return folder
 
 
-def _job(folder: Path, text: str, version: str | None = None) -> Job:
-    (folder / "run.sh").write_text(text)
-    return Job.read(folder / "run.sh", version=version)
-
-
 @pytest.mark.parametrize(
     ("start", "named", "framework", "ranks"),
     [
@@ -54,7 +49,7 @@ def test_a_program_of_nemo_rl_reads_the_file_that_its_source_names(
     start: str, named: str, framework: str, ranks: int, tmp_path: Path
 ) -> None:
     """``main`` in examples/run_grpo.py and run_grpo_single_controller.py at 7ea279ab."""
-    job = _job(_checkout(tmp_path, named), RUN.format(start, ""))
+    job = read_job(RUN.format(start, ""), _checkout(tmp_path, named))
     assert job.framework == framework
     assert (job.required()[0].layout.world_size, job.required()[0].seq_length) == (ranks, 256)
     assert any(f"run_grpo.py reads {named}" in one for one in job.warnings)
@@ -64,7 +59,7 @@ def test_a_file_that_a_command_of_nemo_rl_names_is_read_whatever_its_name(tmp_pa
     """The one that ``run_grpo.py`` reads by itself has the DTensor policy, and is read where a command names it too."""
     folder = _checkout(tmp_path, "separate.yaml")
     (folder / "examples" / "configs" / "base.yaml").rename(folder / "examples" / "configs" / "grpo_math_1B.yaml")
-    job = _job(folder, RUN.format("", "--config examples/configs/grpo_math_1B.yaml"))
+    job = read_job(RUN.format("", "--config examples/configs/grpo_math_1B.yaml"), folder)
     assert job.framework == "nemo-rl-dtensor"
     assert job.required()[0].seq_length == 256
 
@@ -81,7 +76,7 @@ def test_a_file_that_a_command_of_nemo_rl_names_is_read_whatever_its_name(tmp_pa
 def test_a_file_that_is_not_near_is_told_and_has_nemo_rl_s_usual_engine(
     keys: str, framework: str, tmp_path: Path
 ) -> None:
-    job = _job(tmp_path, RUN.format("", "") + f" {keys}")
+    job = read_job(RUN.format("", "") + f" {keys}", tmp_path)
     assert job.framework == framework
     assert any("the one that run_grpo.py reads then is not near the script" in one for one in job.warnings)
 
@@ -113,7 +108,7 @@ def test_programs_of_verl_have_the_defaults_of_their_own_configurations(
     text = (
         f"python -m {program} {engine} actor_rollout_ref.model.path=Qwen/Qwen3-8B actor_rollout_ref.hybrid_engine=False"
     )
-    job = _job(tmp_path, text + given, version="0.9.1")
+    job = read_job(text + given, tmp_path, version="0.9.1")
     rollout = job.rollout
     assert rollout is not None
     assert rollout.computes_log_probabilities is not (bypasses and not given)

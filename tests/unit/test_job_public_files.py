@@ -9,6 +9,7 @@ import pytest
 from memlab.jobs.any_model import of_any_model
 from memlab.jobs.frameworks.framework import NotModelled
 from memlab.jobs.job import Job
+from tests.unit.job_files import read_job
 
 NEMO_RL = """\
 policy:
@@ -34,14 +35,8 @@ SIZES = """--num-layers 32 --hidden-size 3072 --ffn-hidden-size 8192 --num-atten
 --vocab-size 32064 --bf16 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8 """.replace("\n", " ")
 
 
-def script(folder: Path, text: str) -> Job:
-    (folder / "run.sh").write_text(text)
-    return Job.read(folder / "run.sh")
-
-
 def nemo_rl(folder: Path, chunk: str = "null", deferred: str = "true", speculative: str = "null") -> Job:
-    (folder / "job.yaml").write_text(NEMO_RL.format(chunk=chunk, deferred=deferred, speculative=speculative))
-    return Job.read(folder / "job.yaml")
+    return read_job(NEMO_RL.format(chunk=chunk, deferred=deferred, speculative=speculative), folder, "job.yaml")
 
 
 def effects(job: Job) -> dict[str, NotModelled]:
@@ -75,7 +70,7 @@ def test_an_engine_of_nemo_rl_with_a_draft_model_needs_more(tmp_path: Path) -> N
 
 def test_an_engine_of_verl_with_a_draft_model_needs_more(tmp_path: Path) -> None:
     key = "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config.method"
-    assert effects(script(tmp_path, f"{VERL} +{key}=mtp"))[key].effect == "more"
+    assert effects(read_job(f"{VERL} +{key}=mtp", tmp_path))[key].effect == "more"
 
 
 @pytest.mark.parametrize(
@@ -91,23 +86,23 @@ def test_an_engine_of_verl_with_a_draft_model_needs_more(tmp_path: Path) -> None
 def test_keys_of_slime_s_engine_that_change_its_weights(flag: str, effect: str | None, tmp_path: Path) -> None:
     """With attention that is data parallel, SGLang keeps the whole attention on each of the engine's GPUs."""
     job = f"{SLIME} --{flag.replace('_', '-')}"
-    found = effects(script(tmp_path, f"{job} --colocate")).get(flag.partition(" ")[0])
+    found = effects(read_job(f"{job} --colocate", tmp_path)).get(flag.partition(" ")[0])
     assert (found and found.effect) == effect
-    assert flag.partition(" ")[0] not in effects(script(tmp_path, job)), "an engine on other GPUs"
+    assert flag.partition(" ")[0] not in effects(read_job(job, tmp_path)), "an engine on other GPUs"
 
 
 @pytest.mark.parametrize("value", ["none", "null"])
 def test_a_written_default_says_what_the_default_says(value: str, tmp_path: Path) -> None:
     key = "trainer.policy.megatron_config.moe_router_load_balancing_type"
-    written, left_out = script(tmp_path, f"{SKYRL} {key}={value}"), script(tmp_path, SKYRL)
+    written, left_out = read_job(f"{SKYRL} {key}={value}", tmp_path), read_job(SKYRL, tmp_path)
     assert written.required()[0] == left_out.required()[0]
 
 
 @pytest.mark.parametrize("key", ["freeze_vit", "freeze_aligner", "freeze_llm"])
 def test_parts_of_a_model_that_memlab_does_not_know_may_be_frozen(key: str, tmp_path: Path) -> None:
-    of_images = script(tmp_path, f"{SWIFT.format(model='Qwen/Qwen2.5-VL-7B-Instruct')} --{key} true")
+    of_images = read_job(f"{SWIFT.format(model='Qwen/Qwen2.5-VL-7B-Instruct')} --{key} true", tmp_path)
     assert effects(of_images)[key].effect == "less"
-    of_text = script(tmp_path, f"{SWIFT.format(model='Qwen/Qwen3-8B')} --{key} true")
+    of_text = read_job(f"{SWIFT.format(model='Qwen/Qwen3-8B')} --{key} true", tmp_path)
     assert key not in effects(of_text)
     assert "only multimodal models" in of_text.without_effect[key]
 
@@ -129,7 +124,7 @@ def test_ms_swift_loads_a_teacher_unless_it_is_the_student_without_adapters(
     flags: str, has_teacher: bool, tmp_path: Path
 ) -> None:
     """``_check_teacher`` in swift/megatron/arguments/megatron_args.py (main of August 2026)."""
-    job = script(tmp_path, f"NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B --max_length 2048 {flags}")
+    job = read_job(f"NPROC_PER_NODE=8 megatron rlhf --model Qwen/Qwen3-8B --max_length 2048 {flags}", tmp_path)
     is_in_step = job.required()[0].state.reference_model == "copy" and "gkd" in flags
     assert ("teacher_model" in effects(job) or is_in_step) == has_teacher
     assert ("teacher_model" in job.without_effect) == ("--teacher_model " in flags and not has_teacher)
@@ -137,8 +132,8 @@ def test_ms_swift_loads_a_teacher_unless_it_is_the_student_without_adapters(
 
 def test_gkd_without_an_engine_trains_on_the_data(tmp_path: Path) -> None:
     gkd = "NPROC_PER_NODE=8 megatron rlhf --rlhf_type gkd --model Qwen/Qwen3-8B --max_length 2048"
-    assert script(tmp_path, gkd).required()[0].seq_length == 2048 + 512
-    assert script(tmp_path, f"{gkd} --use_vllm false").required()[0].seq_length == 2048
+    assert read_job(gkd, tmp_path).required()[0].seq_length == 2048 + 512
+    assert read_job(f"{gkd} --use_vllm false", tmp_path).required()[0].seq_length == 2048
 
 
 @pytest.mark.parametrize(
@@ -157,7 +152,7 @@ def test_gkd_without_an_engine_trains_on_the_data(tmp_path: Path) -> None:
     ],
 )
 def test_a_job_for_devices_of_another_maker_is_warned_of(before: str, devices: str | None, tmp_path: Path) -> None:
-    job = script(tmp_path, before + SWIFT.format(model="Qwen/Qwen3-8B"))
+    job = read_job(before + SWIFT.format(model="Qwen/Qwen3-8B"), tmp_path)
     said = [line for line in job.warnings if "is set, as jobs on" in line]
     assert len(said) == (devices is not None)
     assert devices is None or devices in said[0]
@@ -172,18 +167,18 @@ def test_a_job_for_devices_of_another_maker_is_warned_of(before: str, devices: s
 )
 def test_keys_that_only_jobs_on_npus_have_are_a_sign_of_them(override: str, tmp_path: Path) -> None:
     """MindSpeed reads ``use_flash_attn``, which Megatron-Core's configuration does not have."""
-    assert any("Ascend's NPUs" in line for line in script(tmp_path, f"{VERL} {override}").warnings)
+    assert any("Ascend's NPUs" in line for line in read_job(f"{VERL} {override}", tmp_path).warnings)
 
 
 def test_verl_on_another_device_is_named(tmp_path: Path) -> None:
-    assert "NVIDIA" in effects(script(tmp_path, f"{VERL} trainer.device=npu"))["trainer.device"].reason
-    assert "trainer.device" not in effects(script(tmp_path, f"{VERL} trainer.device=cuda"))
+    assert "NVIDIA" in effects(read_job(f"{VERL} trainer.device=npu", tmp_path))["trainer.device"].reason
+    assert "trainer.device" not in effects(read_job(f"{VERL} trainer.device=cuda", tmp_path))
 
 
 def test_two_buffers_of_megatron_fsdp_need_more_and_its_bound_covers_each_strategy(tmp_path: Path) -> None:
     """``fsdp_double_buffer`` in megatron/core/distributed/distributed_data_parallel_config.py."""
     flags = "--use-megatron-fsdp --fsdp-double-buffer --data-parallel-sharding-strategy optim"
-    job = script(tmp_path, f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} {flags}")
+    job = read_job(f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} {flags}", tmp_path)
     assert effects(job)["fsdp_double_buffer"].effect == "more"
     assert "use_megatron_fsdp" in job.without_effect["data_parallel_sharding_strategy"]
 
@@ -194,17 +189,17 @@ def test_types_of_megatron_fsdp_s_own_tensors_are_named(
     tensors: str, dtype: str, is_named: bool, tmp_path: Path
 ) -> None:
     flags = f"--use-megatron-fsdp --megatron-fsdp-main-{tensors}-dtype {dtype}"
-    found = effects(script(tmp_path, f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} {flags}"))
+    found = effects(read_job(f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} {flags}", tmp_path))
     assert (f"megatron_fsdp_main_{tensors}_dtype" in found) is is_named
 
 
 @pytest.mark.parametrize(("program", "is_named"), [("pretrain_gpt.py", False), ("examples/mimo/train_llava.py", True)])
 def test_a_program_that_memlab_does_not_know_is_named(program: str, is_named: bool, tmp_path: Path) -> None:
     said = f"the script starts {Path(program).name}, a program that memlab does not know"
-    of_a_model = script(tmp_path, f"torchrun --nproc-per-node 8 {program} {SIZES}")
+    of_a_model = read_job(f"torchrun --nproc-per-node 8 {program} {SIZES}", tmp_path)
     assert any(line.startswith(said) for line in of_a_model.warnings) == is_named
     assert not of_a_model.causes
-    without_sizes = script(tmp_path, f"torchrun --nproc-per-node 8 {program} --micro-batch-size 1")
+    without_sizes = read_job(f"torchrun --nproc-per-node 8 {program} --micro-batch-size 1", tmp_path)
     assert any(line.startswith(said) for line in without_sizes.causes) == is_named
 
 
@@ -218,11 +213,13 @@ RECIPE = "torchrun --nproc_per_node=8 scripts/training/run_recipe.py --recipe {n
 def test_a_recipe_of_adapters_is_named_as_such_although_memlab_does_not_know_it(
     name: str, is_lora: bool, tmp_path: Path
 ) -> None:
-    assert ("peft" in effects(script(tmp_path, RECIPE.format(name=name)))) == is_lora
+    assert ("peft" in effects(read_job(RECIPE.format(name=name), tmp_path))) == is_lora
 
 
 def test_what_an_unknown_recipe_may_set_refuses_no_job_for_certain(tmp_path: Path) -> None:
-    job = script(tmp_path, RECIPE.format(name="own_sft_config") + "train.micro_batch_size=4 train.global_batch_size=8")
+    job = read_job(
+        RECIPE.format(name="own_sft_config") + "train.micro_batch_size=4 train.global_batch_size=8", tmp_path
+    )
     assert job.cannot_start is None
     assert job.not_supported is not None
     assert job.not_supported.startswith("memlab does not know what the recipe 'own_sft_config' sets")
@@ -237,7 +234,7 @@ def test_what_an_unknown_recipe_may_set_refuses_no_job_for_certain(tmp_path: Pat
 @pytest.mark.parametrize("key", ["packed_sequence_specs", "offline_packing_specs"])
 def test_bridge_s_rows_have_the_packed_tokens(key: str, tmp_path: Path) -> None:
     """The class was renamed after 0.6.2 (src/megatron/bridge/data/builders at 067f987d)."""
-    job = script(tmp_path, RECIPE.format(name="own_sft_config") + f"dataset.{key}.packed_sequence_size=3072")
+    job = read_job(RECIPE.format(name="own_sft_config") + f"dataset.{key}.packed_sequence_size=3072", tmp_path)
     assert job.required()[0].seq_length == 3072
 
 
@@ -267,10 +264,10 @@ SLURM = (
 )
 def test_tasks_of_slurm_are_the_ranks(options: str, ranks: int | None, tmp_path: Path) -> None:
     text = SLURM.format(options=options).replace("--global-batch-size 8", "--global-batch-size 16")
-    job = script(tmp_path, text)
+    job = read_job(text, tmp_path)
     assert any("each task of #SBATCH" in line for line in job.warnings) == (ranks is not None)
     assert job.required()[0].layout.world_size == (ranks or 1)
-    of_torchrun = script(tmp_path, text.replace("python", "torchrun --nnodes 1 --nproc-per-node 4"))
+    of_torchrun = read_job(text.replace("python", "torchrun --nnodes 1 --nproc-per-node 4"), tmp_path)
     assert of_torchrun.required()[0].layout.world_size == 4
 
 
@@ -287,15 +284,51 @@ def test_slurm_s_variables_have_the_nodes_that_the_script_asks_for(
     options: str, words: str, ranks: int | None, tmp_path: Path
 ) -> None:
     text = f"#!/bin/bash\n{options}\ntorchrun {words} --nproc-per-node 8 pretrain_gpt.py {SIZES}"
-    job = script(tmp_path, text.replace("--global-batch-size 8", "--global-batch-size 32"))
+    job = read_job(text.replace("--global-batch-size 8", "--global-batch-size 32"), tmp_path)
     assert any("of #SBATCH --nodes" in one for one in job.warnings) is (ranks is not None and "SLURM" in words)
     if ranks is not None:
         assert job.required()[0].layout.world_size == ranks
 
 
+@pytest.mark.parametrize(
+    ("options", "count", "nodes"),
+    [
+        ("#PBS -l select=4:ncpus=8:mpiprocs=2:ngpus=8", "$(sort -u $PBS_NODEFILE | wc -l)", 4),
+        ("#PBS -l select=4:ncpus=8:mpiprocs=2:ngpus=8", "$(wc -l < $PBS_NODEFILE)", 8),
+        ("#PBS -l select=4", "$(cat ${PBS_NODEFILE} | sort | uniq | wc -l)", 4),
+        ("#PBS -q long -l walltime=1:00:00,select=2", '$(wc -l < "$PBS_NODEFILE")', 2),
+        ("#PBS -l nodes=2:ppn=8", "$(sort $PBS_NODEFILE | uniq | wc -l)", 2),
+        ("#PBS -l select=4", "2", None),
+        ("#PBS -l select=1:ncpus=4+3:ncpus=8", "$(sort -u $PBS_NODEFILE | wc -l)", None),
+        ("##PBS -l select=4", "$(wc -l < $PBS_NODEFILE)", None),
+        ("export A=1\n#PBS -l select=4", "$(wc -l < $PBS_NODEFILE)", None),
+    ],
+)
+def test_nodes_that_a_script_counts_in_pbs_s_file_are_those_that_it_asks_for(
+    options: str, count: str, nodes: int | None, tmp_path: Path
+) -> None:
+    start = f"#!/bin/bash\n#PBS -j oe\n{options}\nNODES={count}\ntorchrun --nnodes $NODES --nproc-per-node 8 "
+    job = read_job(
+        f"{start}pretrain_gpt.py {SIZES}".replace("--global-batch-size 8", "--global-batch-size 64"), tmp_path
+    )
+    assert any("that the script asks PBS for" in one for one in job.warnings) is (nodes is not None)
+    if nodes is not None:
+        assert job.required()[0].layout.world_size == 8 * nodes
+
+
+def test_arguments_in_one_quoted_word_are_read(tmp_path: Path) -> None:
+    plain = read_job(f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES}", tmp_path).required()
+    quoted = read_job(f'./entry.sh 8 "--nproc-per-node 8 {SIZES}"', tmp_path)
+    assert quoted.required() == plain
+    assert any("are one quoted word of a program" in one for one in quoted.warnings)
+    overrides = "actor_rollout_ref.model.path=Qwen/Qwen3-8B data.train_batch_size=8 trainer.n_gpus_per_node=4"
+    of_verl = read_job(f"bash entry.sh '{overrides}'", tmp_path)
+    assert of_verl.framework.startswith("verl") and "world_size 4" not in str(of_verl.not_supported)
+
+
 def test_a_decoder_with_rows_of_its_own_length_is_named(tmp_path: Path) -> None:
     """In examples/multimodal, ``seq_length`` counts the tokens of an image."""
-    job = script(tmp_path, f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} --decoder-seq-length 16384")
+    job = read_job(f"torchrun --nproc-per-node 8 pretrain_gpt.py {SIZES} --decoder-seq-length 16384", tmp_path)
     assert effects(job)["decoder_seq_length"].effect == "either"
 
 
@@ -311,7 +344,7 @@ def test_a_decoder_with_rows_of_its_own_length_is_named(tmp_path: Path) -> None:
 def test_gkd_trains_on_answers_of_its_student(flags: str, tokens: int, tmp_path: Path) -> None:
     """swift/megatron/trainers/gkd_trainer.py (4.6.0) encodes prompt and answer without a limit of their sum."""
     start = SWIFT.format(model="Qwen/Qwen3-8B").replace("megatron sft", "megatron rlhf --rlhf_type gkd")
-    job = script(tmp_path, f"{start} --max_completion_length 1024 {flags}")
+    job = read_job(f"{start} --max_completion_length 1024 {flags}", tmp_path)
     assert job.required()[0].seq_length == tokens
     assert (job.rollout is not None) == (tokens > 2048)
 
@@ -346,9 +379,7 @@ def test_slimes_training_in_4_bits_is_named_wherever_its_variable_is_set(variabl
     ],
 )
 def test_a_sequence_above_the_budget_of_a_row_is_a_row_of_its_own(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.sh"
-    path.write_text(text)
-    job = Job.read(path)
+    job = read_job(text, tmp_path)
     assert job.scenario is not None, (job.cannot_start, job.not_supported)
     assert job.scenario.seq_length >= 32768
     assert any("the longest sequence has" in warning for warning in job.warnings)
@@ -383,7 +414,7 @@ SFT = f"{SLIME} --loss-type sft_loss --debug-train-only --disable-compute-advant
 
 def test_a_job_without_a_longest_prompt_has_rows_of_its_answers_in_each_pass(tmp_path: Path) -> None:
     """Not passes for log-probabilities over one token, and not the model's usual length without the answers."""
-    job = script(tmp_path, f"{GRPO} --micro_batch_size 8 --global_batch_size 128")
+    job = read_job(f"{GRPO} --micro_batch_size 8 --global_batch_size 128", tmp_path)
     scenario, _ = job.required()
     assert (scenario.seq_length, scenario.packed_sequences) == (8 * 2048, 8)
     assert job.rollout is not None
@@ -397,7 +428,7 @@ def test_a_job_without_a_longest_prompt_has_rows_of_its_answers_in_each_pass(tmp
 )
 def test_dpo_of_ms_swift_has_two_sequences_for_each_of_a_batch(flags: str, sequences: int, tmp_path: Path) -> None:
     """``_rlhf_data_collator`` and ``PackingDataset`` of ms-swift 4.6.0: packing fills a row with pairs."""
-    job = script(tmp_path, f"{DPO} {flags}")
+    job = read_job(f"{DPO} {flags}", tmp_path)
     scenario, _ = job.required()
     assert scenario.micro_batch_size == sequences
     of_batch = int(flags.split()[1]) if "micro_batch_size" in flags else 1
@@ -407,7 +438,7 @@ def test_dpo_of_ms_swift_has_two_sequences_for_each_of_a_batch(flags: str, seque
 
 def test_stages_of_dpo_in_ms_swift_have_the_reference_model_too(tmp_path: Path) -> None:
     """``forward_step`` in swift/megatron/trainers/dpo_trainer.py joins the outputs before they are sent."""
-    job = script(tmp_path, f"{DPO} --pipeline_model_parallel_size 2")
+    job = read_job(f"{DPO} --pipeline_model_parallel_size 2", tmp_path)
     assert job.required()[0].state.reference_model == "copy"
     assert not {"rlhf_type", "ref_model"} & effects(job).keys()
 
@@ -421,7 +452,7 @@ def test_stages_of_dpo_in_ms_swift_have_the_reference_model_too(tmp_path: Path) 
     ],
 )
 def test_a_reference_model_beside_chunks_of_stages_is_bounded(chunks: str, tmp_path: Path) -> None:
-    job = script(tmp_path, f"{DPO} --pipeline_model_parallel_size 2 {chunks}")
+    job = read_job(f"{DPO} --pipeline_model_parallel_size 2 {chunks}", tmp_path)
     row, scenario = effects(job)["rlhf_type"], job.required()[0]
     assert (row.effect, row.reason) == ("more", "pipeline stages send and keep the reference model's outputs too")
     assert scenario.layout.virtual_pipeline_model_parallel_size == 2
@@ -430,14 +461,14 @@ def test_a_reference_model_beside_chunks_of_stages_is_bounded(chunks: str, tmp_p
 
 def test_rows_of_ms_swift_with_padding_need_their_mask_and_no_more(tmp_path: Path) -> None:
     """``_data_collator`` in swift/template/base.py makes a mask of bool for each row; rows are predicted at their longest."""
-    job = script(tmp_path, f"{SWIFT.format(model='Qwen/Qwen3-8B')} --micro_batch_size 4 --padding_free false")
+    job = read_job(f"{SWIFT.format(model='Qwen/Qwen3-8B')} --micro_batch_size 4 --padding_free false", tmp_path)
     assert effects(job)["padding_free"].bound_bytes == 4 * 2048**2
 
 
 def test_adapters_in_the_language_model_say_that_other_parts_are_trained_whole(tmp_path: Path) -> None:
     """``_prepare_full_vit`` in swift/megatron/utils/utils.py."""
     whole, of_llm = (
-        effects(script(tmp_path, f"{SWIFT.format(model=model)} --tuner_type {kind}"))
+        effects(read_job(f"{SWIFT.format(model=model)} --tuner_type {kind}", tmp_path))
         for kind, model in (("lora", "Qwen/Qwen3-8B"), ("lora_llm", "Qwen/Qwen2.5-VL-7B-Instruct"))
     )
     assert "tuner_type" not in whole
@@ -447,8 +478,8 @@ def test_adapters_in_the_language_model_say_that_other_parts_are_trained_whole(t
 @pytest.mark.parametrize("batch", ["--use-dynamic-batch-size --max-tokens-per-gpu 8192", "--micro-batch-size 1"])
 def test_a_job_that_only_trains_has_no_phases_of_an_engine(batch: str, tmp_path: Path) -> None:
     """``update_weights`` in slime/backends/megatron_utils/actor.py returns at once with ``--debug-train-only``."""
-    assert script(tmp_path, f"{SFT} {batch}").rollout is None
-    with_passes = script(tmp_path, f"{SLIME} --load-debug-rollout-data data {batch}").rollout
+    assert read_job(f"{SFT} {batch}", tmp_path).rollout is None
+    with_passes = read_job(f"{SLIME} --load-debug-rollout-data data {batch}", tmp_path).rollout
     assert with_passes is not None
     assert (with_passes.computes_log_probabilities, with_passes.bucket_bytes) == (True, 0)
 
@@ -459,10 +490,10 @@ def test_a_job_that_only_trains_has_no_phases_of_an_engine(batch: str, tmp_path:
 def test_sequences_of_data_that_nothing_bounds_are_said(batch: str, tokens: int, tmp_path: Path) -> None:
     """``generate_rollout`` in slime/rollout/sft_rollout.py cuts none; slime's placeholder for the length is 4,096."""
     said = "the file does not say how long the data's sequences are"
-    job = script(tmp_path, f"{SFT} {batch}")
+    job = read_job(f"{SFT} {batch}", tmp_path)
     assert job.required()[0].seq_length == tokens
     assert any(said in one for one in job.warnings)
-    known = script(tmp_path, f"{SFT} {batch} --rollout-max-context-len 2048")
+    known = read_job(f"{SFT} {batch} --rollout-max-context-len 2048", tmp_path)
     assert not any(said in one for one in known.warnings)
 
 
@@ -470,7 +501,7 @@ def test_arguments_that_a_variable_holds_are_cut_where_they_stand(tmp_path: Path
     """Not in the line of the file that sets the variable."""
     (tmp_path / "model.sh").write_text("# sizes\nMODEL_ARGS=(\n  --num-layers 4\n)\n")
     start = 'source "$(dirname "$0")/model.sh"\n\nset -e\n'
-    job = script(tmp_path, f"{start}{SLIME} --colocate\n  ${{MODEL_ARGS[@]}} --rollout-batch-size 4\n")
+    job = read_job(f"{start}{SLIME} --colocate\n  ${{MODEL_ARGS[@]}} --rollout-batch-size 4\n", tmp_path)
     assert job.causes[0].startswith(
         "line 5: '--num-layers' is an argument without a command, since line 4 does not end"
     )
@@ -485,7 +516,7 @@ def test_kept_experts_of_a_budget_of_tokens_are_those_of_all_micro_batches(tmp_p
     budget = "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=2048"
     sizes = "trainer.n_gpus_per_node=8 data.max_prompt_length=512 data.max_response_length=512"
     sequences = "actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.n=4"
-    job = script(tmp_path, f"{VERL} {R3}=R3 {budget} {sizes} {sequences}")
+    job = read_job(f"{VERL} {R3}=R3 {budget} {sizes} {sequences}", tmp_path)
     scenario, _ = job.required()
     assert scenario.num_microbatches == 2
     rows = 64 * 4 // 8 * 1024 // 2048
@@ -493,19 +524,19 @@ def test_kept_experts_of_a_budget_of_tokens_are_those_of_all_micro_batches(tmp_p
     whole_row = 8 * 2048 * chosen * layers
     assert effects(job)[R3].bound_bytes == 2 * 8 * 2048 * chosen * layers * rows + 2 * whole_row
     by_engine = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
-    assert effects(script(tmp_path, f"{VERL} {by_engine}=True {budget} {sizes}"))[by_engine].bound_bytes == whole_row
+    assert effects(read_job(f"{VERL} {by_engine}=True {budget} {sizes}", tmp_path))[by_engine].bound_bytes == whole_row
 
 
 @pytest.mark.parametrize("key", ["use_routing_replay", "use_rollout_routing_replay"])
 def test_slime_keeps_chosen_experts_on_the_host_and_copies_those_in_flight(key: str, tmp_path: Path) -> None:
     """``RoutingReplay`` in slime/utils/routing_replay.py: pinned buffers, and copies of 4 bytes each."""
-    job = script(tmp_path, f"{SLIME} --micro-batch-size 1 --seq-length 1024 --{key.replace('_', '-')}")
+    job = read_job(f"{SLIME} --micro-batch-size 1 --seq-length 1024 --{key.replace('_', '-')}", tmp_path)
     assert effects(job)[key].bound_bytes == 4 * 1024 * 8 * 48
 
 
 def test_the_entropy_of_slime_has_a_bound(tmp_path: Path) -> None:
     """The logits in fp32, the entropy's gradient, and where a mask leaves tokens out the probabilities of all."""
-    job = script(tmp_path, f"{SLIME} --micro-batch-size 1 --seq-length 1024 --entropy-coef 0.01 --rollout-top-p 0.9")
+    job = read_job(f"{SLIME} --micro-batch-size 1 --seq-length 1024 --entropy-coef 0.01 --rollout-top-p 0.9", tmp_path)
     vocabulary = job.required()[0].architecture.vocab_size
     assert effects(job)["entropy_coef"].bound_bytes == 3 * 4 * 1024 * vocabulary
 
@@ -535,7 +566,7 @@ def test_options_of_fp8_change_nothing_in_bf16(is_fp8: str, is_read: bool, tmp_p
 def test_verl_s_longest_position_changes_nothing_of_rotary_embeddings(tmp_path: Path) -> None:
     """``override_config`` of verl 0.9.1 has the model's values in a section ``model_config``."""
     key = "actor_rollout_ref.model.override_config.model_config.max_position_embeddings"
-    assert key in script(tmp_path, f"{VERL} +{key}=10240").without_effect
+    assert key in read_job(f"{VERL} +{key}=10240", tmp_path).without_effect
 
 
 @pytest.mark.parametrize(
@@ -584,19 +615,19 @@ def test_another_entry_point_of_skyrl_trains_with_an_engine_of_its_own(tmp_path:
     """``main`` in skyrl/train/entrypoints/main_base.py (a9564572)."""
     for strategy in ("fsdp", "megatron"):
         text = SKYRL.replace("strategy=megatron", f"strategy={strategy}")
-        assert script(tmp_path, text).not_supported is None
-        job = script(tmp_path, f"{text} trainer.override_entrypoint=integrations.arctic_rl.entrypoint")
+        assert read_job(text, tmp_path).not_supported is None
+        job = read_job(f"{text} trainer.override_entrypoint=integrations.arctic_rl.entrypoint", tmp_path)
         assert job.not_supported is not None and "another program trains" in job.not_supported
         assert not job.at_least
 
 
 @pytest.mark.parametrize(("offloads", "is_named"), [("True", False), ("False", True)])
 def test_a_critic_of_fsdp_is_told_wherever_its_tensors_are(offloads: str, is_named: bool, tmp_path: Path) -> None:
-    job = script(
-        tmp_path,
+    job = read_job(
         "python -m verl.trainer.main_ppo algorithm.adv_estimator=gae actor_rollout_ref.model.path=Qwen/Qwen3-8B "
         "critic.model.path=Qwen/Qwen3-8B actor_rollout_ref.actor.strategy=fsdp "
         f"critic.fsdp.param_offload={offloads} critic.fsdp.optimizer_offload={offloads}",
+        tmp_path,
     )
     assert ("algorithm.adv_estimator" in effects(job)) is is_named
     assert any("a critic takes steps of its own" in one for one in job.warnings) is not is_named

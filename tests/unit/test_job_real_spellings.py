@@ -14,6 +14,7 @@ from memlab.jobs.frameworks.registry import TABLES
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.jobs.yaml_tree import flat, read_yaml
+from tests.unit.job_files import read_job
 
 _VERL = "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.expert_model_parallel_size=8 "
 _SLIME = "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --expert-model-parallel-size 8 "
@@ -36,8 +37,7 @@ _SLIME = "python3 train.py --actor-num-nodes 1 --actor-num-gpus-per-node 8 --exp
     ],
 )
 def test_a_model_is_known_by_its_name_where_its_folder_is_not(script: str, version: str | None, tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(script)
-    job = Job.read(tmp_path / "run.sh", version=version)
+    job = read_job(script, tmp_path, version=version)
     assert job.required()[0].architecture.name == "qwen3-30b-a3b"
     assert not [one for one in job.taken if "\0" in str(one.memlab_value)]
     (tmp_path / "run.sh").write_text(script.replace("Qwen3-30B-A3B", "$(ls models)"))
@@ -416,8 +416,7 @@ def test_a_mapping_on_a_command_line_is_as_many_keys(framework: str, override: s
     job = _job(framework, tmp_path, override)
     assert key in {one.key for one in (*job.not_modelled, *job.taken)}
     text = _BASES["skyrl"] + f" '{override}'"
-    (tmp_path / "run.sh").write_text(text)
-    job = Job.read(tmp_path / "run.sh")
+    job = read_job(text, tmp_path)
     assert framework != "skyrl" or key in {one.key for one in (*job.not_modelled, *job.taken)}
 
 
@@ -433,8 +432,7 @@ def test_a_mapping_on_a_command_line_is_as_many_keys(framework: str, override: s
     ],
 )
 def test_slime_offloads_what_its_flags_decide_together(flags: str, is_offloaded: bool, tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(f"{_BASES['slime']} {flags}")
-    job = Job.read(tmp_path / "run.sh")
+    job = read_job(f"{_BASES['slime']} {flags}", tmp_path)
     assert job.required()[1].offload_optimizer == is_offloaded
     assert ("advantage_estimator" in {one.key for one in job.not_modelled}) == ("ppo" in flags)
 
@@ -442,14 +440,12 @@ def test_slime_offloads_what_its_flags_decide_together(flags: str, is_offloaded:
 @pytest.mark.parametrize(("flags", "passes"), [("", 4), ("--global-batch-size 16", 2), ("--rollout-batch-size 2", 1)])
 def test_a_step_of_slime_is_a_part_of_a_rollout(flags: str, passes: int, tmp_path: Path) -> None:
     sizes = "--num-steps-per-rollout 2 --rollout-batch-size 16 --n-samples-per-prompt 4 --micro-batch-size 1"
-    (tmp_path / "run.sh").write_text(f"{_BASES['slime']} {sizes} {flags}")
-    assert Job.read(tmp_path / "run.sh").required()[0].num_microbatches == passes
+    assert read_job(f"{_BASES['slime']} {sizes} {flags}", tmp_path).required()[0].num_microbatches == passes
 
 
 @pytest.mark.parametrize("nodes", ["$(wc -l hosts)", "$SLURM_NNODES"])
 def test_ranks_of_ms_swift_that_only_a_run_shows_are_said(nodes: str, tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(f"export NNODES={nodes}\n{_BASES['ms-swift']} --expert_model_parallel_size 2")
-    job = Job.read(tmp_path / "run.sh")
+    job = read_job(f"export NNODES={nodes}\n{_BASES['ms-swift']} --expert_model_parallel_size 2", tmp_path)
     assert job.required()[0].layout.world_size == 2
     assert job.warnings[0].startswith(
         "NNODES is known only when the job runs, so memlab takes the smallest number of ranks"
@@ -601,8 +597,7 @@ def _log(folder: Path, **arguments: object) -> Job:
     values = dict(zip(_PHI[::2], _PHI[1::2], strict=True)) | arguments
     lines = [f"  {name} {'.' * (48 - len(name))} {value}" for name, value in values.items()]
     text = ["-" * 24 + " arguments " + "-" * 24, *lines, "-" * 20 + " end of arguments " + "-" * 21]
-    (folder / "train.log").write_text("\n".join(text))
-    return Job.read(folder / "train.log")
+    return read_job("\n".join(text), folder, "train.log")
 
 
 def test_a_log_has_the_destinations_of_megatron_lm_s_flags(tmp_path: Path) -> None:
@@ -688,8 +683,7 @@ def test_a_value_over_a_mapping_of_the_defaults_replaces_all_of_it(
 ) -> None:
     text = "{defaults}policy:\n  {model}megatron_cfg:\n    enabled: true\n    {line}\n"
     (tmp_path / "base.yaml").write_text(text.format(defaults="", model="model_name: microsoft/phi-4\n  ", line=base))
-    (tmp_path / "child.yaml").write_text(text.format(defaults="defaults: base.yaml\n", model="", line=child))
-    job = Job.read(tmp_path / "child.yaml")
+    job = read_job(text.format(defaults="defaults: base.yaml\n", model="", line=child), tmp_path, "child.yaml")
     assert job.required()[0].state.fp8_format == fp8
     assert "policy.megatron_cfg.fp8_cfg" not in {one.key for one in job.not_modelled}
     job = Job.read(tmp_path / "child.yaml", overrides=["policy.megatron_cfg.fp8_cfg=null"])
@@ -711,9 +705,7 @@ def test_a_value_over_a_mapping_of_the_defaults_replaces_all_of_it(
 def test_each_option_of_the_allocator_is_taken_or_named(
     text: str, options: dict[str, float], missing: dict[str, str], tmp_path: Path
 ) -> None:
-    path = tmp_path / "run.sh"
-    path.write_text(f"export PYTORCH_CUDA_ALLOC_CONF='{text}'\n{_BASES['slime']}")
-    job = Job.read(path)
+    job = read_job(f"export PYTORCH_CUDA_ALLOC_CONF='{text}'\n{_BASES['slime']}", tmp_path)
     assert job.required()[0].allocator.changed() == {"expandable_segments": True} | options
     named = {one.key: one.effect for one in job.not_modelled if "ALLOC_CONF" in one.key}
     assert named == {f"PYTORCH_CUDA_ALLOC_CONF.{name}": effect for name, effect in missing.items()}
@@ -833,9 +825,7 @@ def test_bridge_s_overlap_below_a_recipe_replaces_that_of_its_buckets(
     overlap: str, ranks: int, expected: tuple[bool, bool, int | None], tmp_path: Path
 ) -> None:
     """``_get_optimizer_overlap_cfgs`` in training/comm_overlap.py: by the copies of the model, unless the job says it."""
-    path = tmp_path / "run_config.yaml"
-    path.write_text(f"{_BASES['bridge']}{overlap}\n")
-    job = Job.read(path, world_size=ranks)
+    job = read_job(f"{_BASES['bridge']}{overlap}\n", tmp_path, "run_config.yaml", world_size=ranks)
     state = job.required()[0].state
     assert (state.overlap_grad_reduce, state.overlap_param_gather, state.ddp_bucket_size) == expected
     assert "comm_overlap.tp_comm_overlap" not in {one.key for one in job.not_modelled}, "no tensor parallel ranks"
@@ -872,8 +862,7 @@ def test_the_null_tokenizer_of_megatron_lm_has_one_token_more_until_0_17(
 ) -> None:
     sizes = "--hidden-size 64 --num-attention-heads 2 --num-layers 2 --seq-length 64 --max-position-embeddings 64"
     flags = f"{sizes} --micro-batch-size 1 --bf16 --tokenizer-type NullTokenizer --vocab-size {given}"
-    (tmp_path / "run.sh").write_text(f"torchrun --nproc-per-node 1 pretrain_gpt.py {flags}\n")
-    job = Job.read(tmp_path / "run.sh")
+    job = read_job(f"torchrun --nproc-per-node 1 pretrain_gpt.py {flags}\n", tmp_path)
     assert job.required()[0].architecture.vocab_size == taken
     said = f"for 0.18 or later give --set padded_vocab_size={newer}"
     assert any(said in line for line in job.warnings) == (newer is not None)

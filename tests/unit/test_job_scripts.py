@@ -303,8 +303,8 @@ WOULD_STOP = (
             'if [ -z "$DATA" ]; then\n  exit 1\nfi',
             f"line 2: {WOULD_STOP.format('exit 1')}",
         ),
-        ("exit -1", f"line 1: {WOULD_STOP.format('exit -1')}"),
-        ('exit "$ERR"', f"line 1: {WOULD_STOP.format('exit ?')}"),
+        ("true && exit -1", f"line 1: {WOULD_STOP.format('exit -1')}"),
+        ('true && exit "$ERR"', f"line 1: {WOULD_STOP.format('exit ?')}"),
         ("main() { exit 0; }\nmain | tee log", f"line 1: {WOULD_STOP.format('exit 0')}"),
         ('if [ -z "$DATA" ]; then return 1; fi', f"line 1: {WOULD_STOP.format('return 1')}"),
     ],
@@ -430,10 +430,13 @@ def test_values_that_the_script_is_started_with_are_asked_for_and_taken() -> Non
 
 def test_a_variable_of_a_missing_file_is_unknown_and_a_file_of_the_machine_sets_none() -> None:
     assert words_of("source models/x.sh\nrun ${MODEL_ARGS[@]} 1") == ["run", UNKNOWN, "1"]
-    script = read_script("source venv/bin/activate\nrun ${MODEL_ARGS[@]} 1", Path("run.sh"))
-    assert [word for word, _ in script.commands[-1].words] == ["run", "1"]
-    assert not script.causes
-    assert script.warnings[0].startswith("line 1: the sourced file activate does not exist")
+    for file, is_named in ((".bashrc", True), ("venv/bin/activate", False)):
+        script = read_script(f"source {file}\nrun ${{MODEL_ARGS[@]}} 1", Path("run.sh"))
+        assert [word for word, _ in script.commands[-1].words] == ["run", "1"]
+        assert not script.causes
+        assert [one.startswith(f"line 1: the sourced file {file} does not") for one in script.warnings] == [
+            True
+        ] * is_named
 
 
 def test_a_command_that_may_not_run_is_marked_and_has_the_values_of_its_branch() -> None:
@@ -702,3 +705,70 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
     )
     words_of(text, tmp_path / "run.sh")
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ("exit 3\nrun", "line 1: the script ends here in any case (exit 3)"),
+        ("set -e\nexit\nrun", "line 2: the script ends here in any case (exit 0)"),
+        ("run\nexit 0", None),
+        ("f() { exit 1; }\nrun", None),
+        ("if true; then exit 1; fi\nrun", None),
+        ("set -e\nfalse\nrun", None),
+        ("(exit 1)\nrun", None),
+    ],
+)
+def test_a_script_that_ends_before_its_job_in_any_case_says_so_first(text: str, ends: str | None) -> None:
+    causes = read_script(text, Path("run.sh"), is_job=lambda words: words == ["run"]).causes
+    assert [one.partition(", so it starts no job")[0] for one in causes] == ([ends] if ends else [])
+
+
+def test_what_a_machine_sets_where_a_script_runs_is_no_cause() -> None:
+    for name, is_needed in (("LD_LIBRARY_PATH", False), ("PBS_O_WORKDIR", False), ("CHECKPOINT", True)):
+        causes = read_script(f"set -u\nexport A=x:${name}\nrun", Path("run.sh")).causes
+        assert bool(causes) is is_needed
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("$(expr 512 + 3072)", "3584"),
+        ("$(expr 2 \\* 7 / 3)", "4"),
+        ("$(expr 010 - -2)", "12"),
+        ("$(expr 7 \\> 5)", "1"),
+        ("$(expr length abc)", UNKNOWN),
+        ("$(expr $N + 1)", UNKNOWN),
+        ('$(echo "0.0 > 0.0" | bc)', "0"),
+        ('$(echo "0.001 > 0" | bc -l)', "1"),
+        ('$(echo "scale=2; 7 / 2" | bc)', "3.50"),
+        ('$(echo "7 / 2" | bc)', "3"),
+        ('$(echo "0.25 * 0.5" | bc)', ".12"),
+        ('$(echo "3 * (1 + 2)" | bc)', UNKNOWN),
+        ('$([ "$(echo "0.0 > 0.0" | bc)" -eq 1 ] && echo true || echo false)', "false"),
+    ],
+)
+def test_sums_of_expr_and_bc_are_followed(text: str, printed: str) -> None:
+    """The values are those that GNU's expr 9.1 and bc 1.07 print."""
+    assert words_of(f"run {text}") == ["run", printed]
+
+
+MANY = (
+    "for one in $*; do\n  case $one in\n"
+    + "".join(f"    --{n}) {n.upper()}=1 ;;\n" for n in "abcde")
+    + "  esac\ndone\n"
+)
+
+
+def test_undecided_variables_are_named_together_and_only_where_a_job_has_them() -> None:
+    def warnings(job: str) -> list[str]:
+        script = read_script(f"{MANY}{job}", Path("run.sh"), is_job=lambda words: words[0] == "train")
+        return [one for one in script.warnings if "cannot decide" in one]
+
+    assert warnings("train --tp 2") == []
+    assert [one.partition(": memlab")[0] for one in warnings("X=$A\nY=(--n $X)\ntrain ${Y[@]}")] == ["line 3"]
+    assert "C, D" not in warnings("if [ $B = 1 ]; then TP=2; fi\ntrain $TP")[0]
+    (together,) = warnings("train $A ${B} $((C + D)) $E")
+    assert together.startswith("lines 3 to 7: ")
+    assert "A, B, C, D, E: give what the script is started with" in together
+    assert warnings("export PYTORCH_CUDA_ALLOC_CONF=x\nexport A B\ntrain") != []

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from memlab.jobs.job import Job
+from tests.unit.job_files import read_job
 
 ARGUMENTS = """\
 model: Qwen/Qwen3-30B-A3B
@@ -32,8 +33,7 @@ def read(folder: Path, script: str, **files: str) -> Job:
     """Returns the job of a script that lies beside other files."""
     for name, text in files.items():
         (folder / name.replace("_", ".", 1)).write_text(text)
-    (folder / "run.sh").write_text(script)
-    return Job.read(folder / "run.sh")
+    return read_job(script, folder)
 
 
 def layout_and_length(job: Job) -> tuple[int, int, int, int]:
@@ -216,10 +216,7 @@ MODEL_ARGS:
 )
 def test_variables_of_the_launcher_are_given_with_set(tmp_path: Path, given: str, chunks: int) -> None:
     """MoE Model Zoo's launcher puts them in with ``envsubst``, and leaves out a flag whose value is ``false``."""
-    path = tmp_path / "Qwen3-30B-A3B.yaml"
-    path.write_text(MODEL_ARGS)
-
-    job = Job.read(path, overrides=given.split(), world_size=64)
+    job = read_job(MODEL_ARGS, tmp_path, "Qwen3-30B-A3B.yaml", overrides=given.split(), world_size=64)
     scenario, settings = job.required()
     layout = scenario.layout
 
@@ -232,9 +229,7 @@ def test_variables_of_the_launcher_are_given_with_set(tmp_path: Path, given: str
 
 
 def test_a_value_that_only_the_launcher_knows_is_asked_for_and_has_an_effect(tmp_path: Path) -> None:
-    path = tmp_path / "Qwen3-30B-A3B.yaml"
-    path.write_text(MODEL_ARGS)
-    job = Job.read(path, overrides=["LAYERS_PER_VP=false"])
+    job = read_job(MODEL_ARGS, tmp_path, "Qwen3-30B-A3B.yaml", overrides=["LAYERS_PER_VP=false"])
 
     for key in ("tensor_model_parallel_size", "micro_batch_size", "seq_length"):
         assert any(f"{key} is known only when the job runs" in line for line in job.warnings)
@@ -325,11 +320,8 @@ def test_a_size_that_only_the_tokenizer_has_is_the_published_models(tmp_path: Pa
     ['{"fsdp_config": {"fsdp_version": 2}, "num_processes": 8}', '{"model": "x", "per_device_train_batch_size": 1}'],
 )
 def test_json_of_other_programs_is_no_job_of_ms_swift(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "fsdp.json"
-    path.write_text(text)
-
     with pytest.raises(ValueError, match="is of no format"):
-        Job.read(path)
+        read_job(text, tmp_path, "fsdp.json")
 
 
 _BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 40))
@@ -346,7 +338,5 @@ _BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}
     ],
 )
 def test_a_file_of_arguments_of_any_shape_is_read_or_refused_at_once(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "job.yaml"
-    path.write_text(text)
     with suppress(ValueError):
-        assert len(str(Job.read(path).to_dict())) < 1_000_000
+        assert len(str(read_job(text, tmp_path, "job.yaml").to_dict())) < 1_000_000

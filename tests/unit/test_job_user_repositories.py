@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from memlab.config.architectures import ARCHITECTURES, published_architecture
+from memlab.jobs.any_model import of_any_model
 from memlab.jobs.job import Job
+from memlab.views.text.job import job_table
 
 DECORATOR = '@hydra.main(config_path="config", config_name="ppo_trainer", version_base=None)\ndef main(config): ...\n'
 DEFAULTS = """\
@@ -663,3 +666,229 @@ def test_flags_of_a_program_with_a_configuration_are_overrides_or_named(tmp_path
     (tmp_path / "config.yaml").write_text(NEMO.format("megatron_cfg: {enabled: true}"))
     (tmp_path / "run.sh").write_text("python mine.py --config config.yaml --micro-batch 4\n")
     assert any("does not see what --micro" in one for one in Job.read(tmp_path / "run.sh").warnings)
+
+
+def test_a_script_that_ends_before_it_starts_another_one_says_so_first(tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text(VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"))
+    job = _read(tmp_path / "run.sh", "echo superseded\nexit 3\nbash job.sh\n")
+    assert job.causes[0].startswith("line 2: the script ends here in any case (exit 3)")
+
+
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [
+        ("models/qwen2.5_0.5b/global_step_29/huggingface", "qwen2.5-0.5b"),
+        ("/ckpt/Qwen3-4B-Base/checkpoint-100/", "qwen3-4b"),
+        ("/ckpt/Qwen3-4B/actor", "qwen3-4b"),
+        ("/ckpt/sft/global_step_29/huggingface", None),
+        ("/ckpt/Qwen3-4B/my-own-model", None),
+    ],
+)
+def test_a_checkpoint_below_a_folder_with_a_models_name_is_that_model_and_said(
+    path: str, model: str | None, tmp_path: Path
+) -> None:
+    text = VERL.format(f"{ROWS} actor_rollout_ref.model.path={path}")
+    job = _read(tmp_path / "run.sh", text)
+    assert (None if job.scenario is None else job.scenario.architecture.name) == model
+    assert any("memlab takes" in one and "give --architecture for another" in one for one in job.warnings) is bool(
+        model
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "beside", "said"),
+    [
+        ("run_llama3.2-3b-it.sh", "", "", "llama-3.2-3b"),
+        ("run.sh", "trainer.experiment_name=grpo_Qwen3-4B_lr1e-6", "", "qwen3-4b"),
+        ("run.sh", "", "OUT=./save/sft/\nMODEL_PATH=Qwen/Qwen2.5-3B\n", "qwen2.5-3b"),
+        ("run.sh", "", "OUT=./save/sft_other/\nMODEL_PATH=Qwen/Qwen2.5-3B\n", None),
+        ("run.sh", "trainer.experiment_name=qwen3-4bit", "", None),
+    ],
+)
+def test_a_job_with_a_model_of_no_name_asks_with_what_the_names_around_it_say(
+    file: str, words: str, beside: str, said: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "sft.sh").write_text(beside)
+    job = _read(tmp_path / file, VERL.format(f"{ROWS} {words} actor_rollout_ref.model.path=./save/sft/step_5/actor"))
+    why = job.not_supported or ""
+    assert "a name that memlab does not know" in why
+    assert why.partition("(the job's names say ")[2].partition(")")[0] == (said or "")
+
+
+def test_flags_of_what_launches_megatron_are_no_keys_of_a_job(tmp_path: Path) -> None:
+    sizes = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 64 --micro-batch-size 1"
+    )
+    text = f"srun -l --container-image $IMAGE --mpi pmix python -u pretrain_gpt.py {sizes} --an-own-flag 3\n"
+    assert _named(_read(tmp_path / "run.sh", text)) == {"an_own_flag"}
+
+
+@pytest.mark.parametrize("section", ["trainer", "trainer.policy"])
+def test_liger_of_a_fork_of_skyrl_keeps_less_of_its_policy(section: str, tmp_path: Path) -> None:
+    text = (
+        "python -m skyrl.train.entrypoints.main_base trainer.policy.model.path=Qwen/Qwen3-4B trainer.strategy=fsdp2 "
+        f"trainer.placement.policy_num_gpus_per_node=8 {section}.use_liger_kernel=true trainer.ref.use_liger_kernel=true\n"
+    )
+    found = {one.key: one for one in _read(tmp_path / "run.sh", text).not_modelled if "liger" in one.key}
+    assert {key: one.effect for key, one in found.items()} == {f"{section}.use_liger_kernel": "less"}
+
+
+def test_a_configuration_in_the_container_of_nemo_rl_has_what_its_repository_has(tmp_path: Path) -> None:
+    start = "uv run python examples/run_grpo.py --config examples/configs/grpo_math_8B.yaml cluster.num_nodes=2\n"
+    job = _read(tmp_path / "run.sh", start)
+    values = {one.key: one.value for one in job.taken}
+    assert values["policy.model_name"] == "meta-llama/Llama-3.1-8B-Instruct"
+    assert job.scenario is not None
+    assert (job.scenario.seq_length, job.scenario.layout.world_size) == (4096, 16)
+    assert any("takes what it has in NeMo-RL's" in one and "grpo_math_8B.yaml" in one for one in job.warnings)
+
+    base = "/opt/nemo-rl/examples/configs/grpo_math_70B_megatron.yaml"
+    own = f"defaults: {base}\ncluster: {{num_nodes: 4}}\npolicy: {{precision: bfloat16}}\n"
+    job = _read(tmp_path / "own.yaml", own)
+    assert job.scenario is not None
+    assert job.scenario.layout.pipeline_model_parallel_size == 4
+    assert job.scenario.layout.world_size == 32
+    assert any("takes what it has in NeMo-RL's" in one for one in job.warnings)
+
+    # A file of the user's own is taken as it is, whatever its name.
+    (tmp_path / "examples" / "configs").mkdir(parents=True)
+    (tmp_path / "examples" / "configs" / "grpo_math_8B.yaml").write_text(
+        "policy: {model_name: Qwen/Qwen3-4B}\ngrpo: {}\n"
+    )
+    job = _read(tmp_path / "run.sh", start)
+    assert job.scenario is not None
+    assert (job.scenario.architecture.name, job.scenario.layout.world_size) == ("qwen3-4b", 2)
+
+
+@pytest.mark.parametrize("start", ['"<your_path>"/mine_of_verl', "$(pwd)/mine_of_verl", "/home/a/b/mine_of_verl"])
+def test_a_checkout_in_the_path_of_modules_has_the_version(start: str, tmp_path: Path) -> None:
+    _checkout(tmp_path / "mine_of_verl", "0.3.1.dev")
+    (tmp_path / "requirements.txt").write_text("verl==0.4.0\n")
+    (tmp_path / "scripts").mkdir()
+    job = _read(tmp_path / "scripts" / "run.sh", f"export PYTHONPATH={start}:$PYTHONPATH\n" + VERL.format(ROWS))
+    assert any("says verl 0.3.1.dev" in one for one in job.warnings)
+
+
+def test_a_variable_that_only_the_starting_script_reads_can_be_given(tmp_path: Path) -> None:
+    (tmp_path / "job.sh").write_text(VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B $@"))
+    (tmp_path / "run.sh").write_text("set -u\nbash job.sh data.max_prompt_length=$TOKENS\n")
+    assert any("unless TOKENS is set" in one for one in Job.read(tmp_path / "run.sh").causes)
+    job = Job.read(tmp_path / "run.sh", overrides=["TOKENS=100"])
+    assert not job.causes
+    assert {one.key: one.value for one in job.taken}["data.max_prompt_length"] == 100
+    with pytest.raises(ValueError, match="--set has the key 'TOKEN'"):
+        Job.read(tmp_path / "run.sh", overrides=["TOKEN=100"])
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_only_configuration_of_a_name_is_that_of_a_program_that_calculates_its_folder(
+    number: int, tmp_path: Path
+) -> None:
+    source = tmp_path / "mine" / "trainers" / "main.py"
+    source.parent.mkdir(parents=True)
+    for folder in (source.parent, source.parent.parent):
+        (folder / "__init__.py").write_text("")
+    source.write_text(
+        '@hydra.main(config_path=str(ROOT), config_name="own", version_base=None)\ndef main(config): ...\n'
+    )
+    for folder in ("a", "b")[:number]:
+        (tmp_path / "configs" / folder).mkdir(parents=True)
+        (tmp_path / "configs" / folder / "own.yaml").write_text(DEFAULTS)
+    job = _read(tmp_path / "run.sh", f"python3 -m mine.trainers.main actor_rollout_ref.rollout.name=vllm {ROWS}\n")
+    assert {one.key: one.value for one in job.taken}["trainer.n_gpus_per_node"] == (4 if number == 1 else 8)
+    assert any("may have a configuration of its own" in one for one in job.warnings) is (number == 2)
+
+
+@pytest.mark.parametrize(("tokens", "is_said"), [(64, False), (100, False), (300, True)])
+def test_prompts_of_the_rollout_that_are_longer_than_the_datas_are_said(
+    tokens: int, is_said: bool, tmp_path: Path
+) -> None:
+    words = (
+        f"{ROWS} data.max_prompt_length=100 data.max_response_length=28 actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"
+    )
+    job = _read(tmp_path / "run.sh", VERL.format(f"{words} actor_rollout_ref.rollout.prompt_length={tokens}"))
+    assert any(f"prompt_length is {tokens}, and data.max_prompt_length 100" in one for one in job.warnings) is is_said
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_named_configuration_of_a_program_that_is_not_there_is_the_only_one_of_its_repository(
+    number: int, tmp_path: Path
+) -> None:
+    (tmp_path / ".git").mkdir()
+    for folder in ("a", "b")[:number]:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.yaml").write_text(DEFAULTS)
+    (tmp_path / "scripts").mkdir()
+    text = f"python3 -m recipe.mine.main --config-name=own actor_rollout_ref.rollout.name=vllm {ROWS}\n"
+    job = _read(tmp_path / "scripts" / "run.sh", text)
+    assert {one.key: one.value for one in job.taken}["trainer.n_gpus_per_node"] == (4 if number == 1 else 8)
+    assert any("the configuration 'own' is not beside" in one for one in job.warnings) is (number == 2)
+
+
+def test_a_report_names_what_memlab_does_not_know_once_and_the_keys_of_configurations_by_section(
+    tmp_path: Path,
+) -> None:
+    many = "".join(f"  key{number}: 1\n" for number in range(9))
+    (tmp_path / "verl_own.yaml").write_text(f"{DEFAULTS}own_section:\n{many}")
+    start = f"python3 -m mine.main --config-path=. --config-name=verl_own {ROWS} own_section.key0=2 another.key=1"
+    file = tmp_path / "run.sh"
+    job = _read(file, f"{start} actor_rollout_ref.rollout.name=vllm actor_rollout_ref.model.path=x/own\n")
+    text = job_table(job, of_any_model(job, lambda model: Job.read(file, architecture=model)))
+    assert "of any model" in text
+    assert text.count("another.key") == 1
+    assert text.count("own_section.key0") == 1
+    assert "8 of own_section, such as own_section.key1" in text
+    for warning in job.warnings:
+        assert text.count(warning) == 1
+
+
+def test_one_head_of_keys_and_values_of_a_fork_is_said(tmp_path: Path) -> None:
+    sizes = (
+        "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 64 --micro-batch-size 1"
+    )
+    for kind, effects in (("multiquery", ["less"]), ("multihead", [])):
+        job = _read(tmp_path / "run.sh", f"python pretrain_gpt.py {sizes} --attention-head-type {kind}\n")
+        assert [one.effect for one in job.not_modelled if one.key == "attention_head_type"] == effects
+
+
+@pytest.mark.parametrize(
+    ("release", "trainer", "is_refused"),
+    [
+        ("0.1", "def fit(self): ...\n", False),
+        (
+            "0.2.0.dev",
+            "assert config.data.train_batch_size >= config.actor_rollout_ref.actor.ppo_mini_batch_size\n",
+            True,
+        ),
+        ("0.2.0.dev", "", True),
+        ("0.7.1", "def fit(self): ...\n", True),
+    ],
+)
+def test_a_mini_batch_of_more_prompts_than_a_step_has_is_refused_by_a_verl_that_checks_it(
+    release: str, trainer: str, is_refused: bool, tmp_path: Path
+) -> None:
+    """Where it does not, ``batch.split`` gives one mini-batch of all sequences, of which micro-batches are parts."""
+    folder = _checkout(tmp_path, release)
+    if trainer:
+        (tmp_path / "verl" / "trainer" / "ppo").mkdir()
+        (tmp_path / "verl" / "trainer" / "ppo" / "ray_trainer.py").write_text(trainer)
+    rows = "actor_rollout_ref.rollout.log_prob_micro_batch_size=640 actor_rollout_ref.actor.ppo_micro_batch_size=256"
+    words = (
+        f"{rows} data.train_batch_size=16 actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.rollout.n=8"
+    )
+    job = _read(folder / "run.sh", VERL.format(words))
+    assert (job.cannot_start is not None and "more than the 16 prompts" in job.cannot_start) is is_refused
+    if not is_refused:
+        assert job.scenario is not None
+        assert job.rollout is not None
+        assert (job.scenario.packed_sequences, job.scenario.num_microbatches) == (32, 1)
+        assert job.rollout.seq_length == 32 * 128
+        assert any("updates once with all 16" in one for one in job.warnings)
+
+
+def test_a_program_of_nemo_rl_without_a_configuration_reads_that_of_its_repository(tmp_path: Path) -> None:
+    job = _read(tmp_path / "run.sh", "uv run examples/run_grpo_math.py cluster.gpus_per_node=8\n")
+    assert job.scenario is not None
+    assert (job.scenario.architecture.name, job.scenario.layout.world_size) == ("qwen2.5-1.5b", 8)
+    assert any("takes what it has in NeMo-RL's repository" in one for one in job.warnings)
+    assert published_architecture("Qwen/Qwen2.5-7B-Instruct-1M") == ARCHITECTURES["qwen2.5-7b"]

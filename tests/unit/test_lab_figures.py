@@ -17,6 +17,7 @@ from memlab.fitting.recompute_cost import recomputed_operations
 from memlab.record.step_record import StepRecord
 from memlab.units import GIB
 from tests.unit.live import FULL, recompute
+from tests.unit.measured import measured_rows
 
 ROOT = Path(__file__).parents[2]
 MODELS = {"Qwen3-30B-A3B": "qwen3-30b-a3b", "phi-4": "phi-4"}
@@ -138,7 +139,7 @@ def test_the_job_of_the_story_is_the_predicted_one(lab: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_rounds_of_lab_03_are_those_that_were_measured(name: str) -> None:
-    lines = [json.loads(line) for line in (ROOT / "labs/results/h200_throughput.jsonl").read_text().splitlines()]
+    lines = measured_rows("h200_throughput")
     rounds = [(StepRecord.from_dict(line["record"]), line["seconds"]) for line in lines]
     plain, *others = [each for each in rounds if each[0].scenario.architecture.name == MODELS[name]]
     rows = table_after(name, text_of("03_activation_offload"))

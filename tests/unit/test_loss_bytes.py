@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import weakref
 from collections.abc import Callable
@@ -23,10 +22,11 @@ from memlab.config.training_state import COMPARE_WITH_TEACHER, Loss, TrainingSta
 from memlab.engines.megatron.losses import BY_SEQUENCE, LOSSES, LossFromLogits
 from memlab.jobs.bounds import BOUNDS
 from memlab.lab.lab import Lab
+from tests.unit.measured import measured_rows
 from tests.unit.ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
-ROWS = [json.loads(line) for line in (ROOT / "labs/results/h200_loss_bytes.jsonl").read_text().splitlines()][1:]
+ROWS = measured_rows("h200_loss_bytes")[1:]
 TOKENS, VOCABULARY = 64, 2048
 
 
@@ -98,9 +98,7 @@ def bytes_of_logit(
     return {name: num_bytes / prod(shape) for name, num_bytes in found.items()}
 
 
-BESIDE = [json.loads(line) for line in (ROOT / "labs/results/h200_teacher_loss_bytes.jsonl").read_text().splitlines()][
-    1:
-]
+BESIDE = measured_rows("h200_teacher_loss_bytes")[1:]
 
 
 def test_a_teacher_s_loss_needed_on_an_h200_what_memlab_s_does_beside_the_cross_entropy_too() -> None:

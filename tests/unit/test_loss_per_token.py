@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,9 @@ from memlab.config.architectures import find_architecture
 from memlab.fitting.outside_torch import estimate_outside_torch
 from memlab.jobs.job import Job
 from memlab.units import MIB
+from tests.unit.measured import measured_rows
 
-RESULTS = Path(__file__).parents[2] / "labs" / "results"
-MEASURED = [
-    json.loads(line)
-    for name in ("h200", "h200x2", "h200x4")
-    for line in (RESULTS / f"{name}_per_token_loss.jsonl").read_text().splitlines()
-]
+MEASURED = measured_rows(*(f"{machine}_per_token_loss" for machine in ("h200", "h200x2", "h200x4")))
 MEGATRON_LM = (
     "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --swiglu "
     "--num-attention-heads 32 --group-query-attention --num-query-groups 8 --seq-length 4096 --micro-batch-size 1 "

@@ -26,7 +26,15 @@ def steps() -> tuple[StepRecord, ...]:
         return tuple(lab.step(settings, warm_up=False) for settings in every)  # which changes no loss
 
 
-def test_losses_are_equal_to_the_bit_exactly_where_that_is_said() -> None:
+def test_losses_are_equal_to_the_bit_exactly_where_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    topk: Callable[..., Any] = torch.topk
+
+    def largest_last_where_any_order_will_do(*args: Any, **options: Any) -> Any:
+        values, indices = topk(*args, **options | {"sorted": True})
+        return (values, indices) if options.get("sorted", True) else (values.flip(-1), indices.flip(-1))
+
+    # On some machines torch sorts although it need not: no loss would differ there.
+    monkeypatch.setattr(torch, "topk", largest_last_where_any_order_will_do)
     plain, *others = steps()
     for other in others:
         tolerance = loss_tolerance(plain, other)

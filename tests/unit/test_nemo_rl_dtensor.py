@@ -15,6 +15,7 @@ from memlab.config.training_state import TrainingState
 from memlab.jobs.any_model import of_any_model
 from memlab.jobs.job import Job
 from memlab.views.text.job import job_table
+from tests.unit.job_files import read_job
 
 DTENSOR = "policy.dtensor_cfg"
 CONFIG = """
@@ -49,8 +50,7 @@ def read(folder: Path, **changes: Any) -> Job:
         for parent in parents:
             node = node.setdefault(parent, {})
         node[last] = value
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
-    return Job.read(folder / "config.yaml")
+    return read_job(yaml.safe_dump(tree), folder, "config.yaml")
 
 
 def test_a_job_is_read_with_the_defaults_of_nemo_rl(tmp_path: Path) -> None:
@@ -215,9 +215,8 @@ def test_a_layout_that_memlab_lacks_shows_the_model_and_the_phases(tmp_path: Pat
 
 
 def test_a_configuration_of_an_evaluation_trains_nothing(tmp_path: Path) -> None:
-    (tmp_path / "eval.yaml").write_text("eval: {metric: pass@k}\ngeneration: {model_name: Qwen/Qwen3-8B}\n")
     with pytest.raises(ValueError, match="evaluates a model by NeMo-RL, and trains none"):
-        Job.read(tmp_path / "eval.yaml")
+        read_job("eval: {metric: pass@k}\ngeneration: {model_name: Qwen/Qwen3-8B}\n", tmp_path, "eval.yaml")
 
 
 def test_distillation_from_data_has_no_engine_and_names_its_teachers(tmp_path: Path) -> None:
@@ -225,8 +224,7 @@ def test_distillation_from_data_has_no_engine_and_names_its_teachers(tmp_path: P
     tree = yaml.safe_load(CONFIG)
     del tree["grpo"]
     tree |= {"distillation": {"num_prompts_per_step": 64}, "teachers": [{"model_name": "Qwen/Qwen3-14B"}]}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
-    job = Job.read(tmp_path / "config.yaml")
+    job = read_job(yaml.safe_dump(tree), tmp_path, "config.yaml")
     scenario, settings = job.required()
     assert job.rollout is None and not settings.offload_parameters
     assert scenario.state.loss_of_transformers != "topk_logits"

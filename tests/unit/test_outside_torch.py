@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -20,10 +18,9 @@ from memlab.fitting.outside_torch import (
     outside_torch_of_every_stage,
 )
 from memlab.units import GIB, MIB, format_bytes
+from tests.unit.measured import measured_rows
 
-RESULTS = Path(__file__).parents[2] / "labs" / "results"
-FOUR = [json.loads(line) for line in (RESULTS / "h200x4_plain_megatron.jsonl").read_text().splitlines()]
-TWO = [json.loads(line) for line in (RESULTS / "h200x2_plain_megatron.jsonl").read_text().splitlines()]
+FOUR, TWO = measured_rows("h200x4_plain_megatron"), measured_rows("h200x2_plain_megatron")
 
 
 def of(text: str, model: str | None = None, rank: int = 0, state: TrainingState | None = None) -> OutsideTorch:
@@ -31,9 +28,9 @@ def of(text: str, model: str | None = None, rank: int = 0, state: TrainingState 
     return estimate_outside_torch(layout, None if model is None else find_architecture(model), state)
 
 
-@pytest.mark.parametrize("file", [f"h200{number}_plain_fsdp2.jsonl" for number in ("", "x2", "x4")])
+@pytest.mark.parametrize("file", [f"h200{number}_plain_fsdp2" for number in ("", "x2", "x4")])
 def test_every_rank_of_fsdp2_is_within_its_range(file: str) -> None:
-    jobs = [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+    jobs = measured_rows(file)
     assert len(jobs) >= 37
     for job in jobs:
         for number, rank in enumerate(job["ranks"]):
@@ -125,8 +122,8 @@ def test_only_the_last_stage_has_the_group_of_the_loss_and_the_kernels_of_the_ou
 
 def test_sinks_and_no_loss_of_the_router_are_what_two_h200s_held() -> None:
     """The first job of its process: gpt-oss-20b with an exchange of heads had no group of its router's loss."""
-    rows = map(json.loads, (RESULTS / "h200x2_plain_megatron_heads.jsonl").read_text().splitlines())
-    (row,) = (row for row in rows if row["model"] == "gpt-oss-20b" and row["ranks"][0]["first_uses"])
+    measured = measured_rows("h200x2_plain_megatron_heads")
+    (row,) = (row for row in measured if row["model"] == "gpt-oss-20b" and row["ranks"][0]["first_uses"])
     model, state = find_architecture("gpt-oss-20b"), TrainingState.of_options(row["state"])
 
     def stated(
@@ -167,8 +164,7 @@ def test_a_bias_of_experts_follows_the_tokens_of_all_ranks_of_a_stage(layout: st
 
 
 def test_frozen_experts_without_adapters_have_no_group_of_gradients() -> None:
-    rows = (RESULTS / "h200x2_plain_megatron_lora.jsonl").read_text().splitlines()
-    jobs = [job for job in map(json.loads, rows) if job["model"] == "moonlight-16b-a3b"]
+    jobs = [job for job in measured_rows("h200x2_plain_megatron_lora") if job["model"] == "moonlight-16b-a3b"]
     assert len(jobs) == 2
     for job in jobs:
         state = TrainingState.of_options(job["state"])
@@ -180,7 +176,7 @@ def test_frozen_experts_without_adapters_have_no_group_of_gradients() -> None:
     assert trained.nccl_bytes - stated.nccl_bytes == 388 * MIB
 
 
-FP8 = [json.loads(line) for line in (RESULTS / "h200x2_plain_megatron_fp8.jsonl").read_text().splitlines()]
+FP8 = measured_rows("h200x2_plain_megatron_fp8")
 
 
 def test_ranks_in_fp8_are_within_their_range_and_keep_the_group_of_a_job_before_them() -> None:

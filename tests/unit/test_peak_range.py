@@ -46,10 +46,10 @@ from memlab.views.text.peak_range import range_lines
 from memlab.views.text.record import record_table
 from memlab.views.text.search import nothing_fits_line
 from tests.unit.builders import AnsweredSteps, record_of
+from tests.unit.measured import measured_rows
 
 JOB = Scenario.of("phi-4-tiny")
 BY_CATEGORY = {"parameters": 200 * MIB, "gradients": 300 * MIB, "optimizer state": 400 * MIB, "activations": 100 * MIB}
-LIMITS = Path(__file__).parents[2] / "labs" / "results" / "h200_microbatch_limits.jsonl"
 LORA = """NPROC_PER_NODE=4 megatron sft --model Qwen/Qwen3-30B-A3B --tuner_type lora --lora_rank 8 --lora_bias all \\
   --expert_model_parallel_size 2 --recompute_granularity full --recompute_method uniform --recompute_num_layers 1 \\
   --max_length 3000 --gradient_accumulation_fusion false
@@ -242,7 +242,7 @@ def test_the_lower_end_without_manual_gc_is_the_peak_with_it(fraction: float, ov
 # The first was right; memlab called the others "fits" although they failed.
 @pytest.mark.parametrize("number", [4, 8, *(pytest.param(each, marks=pytest.mark.slow) for each in (7, 10))])
 def test_a_step_of_several_micro_batches_never_fits_where_a_gpu_ran_out_of_memory(number: int) -> None:
-    limits = [Limit.from_dict(json.loads(line)) for line in LIMITS.open(encoding="utf-8")]
+    limits = [Limit.from_dict(row) for row in measured_rows("h200_microbatch_limits")]
     assert len(limits) >= 8
     limit = limits[number]
     with stepping(routed_by_chance(limit.scenario)) as steps:

@@ -8,7 +8,7 @@ import pytest
 
 from memlab import Lab, Layout, MemorySettings, StepRecord, TrainingState
 from memlab.config.architectures import find_architecture
-from memlab.jobs.job import Job
+from tests.unit.job_files import read_job
 
 NUM_TOKENS, NUM_MICROBATCHES = 256, 4
 PLAIN = MemorySettings()
@@ -82,7 +82,5 @@ def test_without_pipeline_stages_the_option_has_no_effect() -> None:
 )
 def test_the_stages_of_a_framework_free_their_outputs(name: str, text: str, tmp_path: Path) -> None:
     for stages in (1, 2):
-        path = tmp_path / name
-        path.write_text(text.format(stages=stages))
-        scenario, _ = Job.read(path).required()
+        scenario, _ = read_job(text.format(stages=stages), tmp_path, name).required()
         assert scenario.state.deallocate_pipeline_outputs == (stages > 1)

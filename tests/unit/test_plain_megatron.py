@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.fitting.outside_torch import estimate_outside_torch
+from tests.unit.measured import assert_predicted, measured_by_name, measured_rows
 from tests.unit.of_old_core import MEASURED_WITH_OLD_CORE
 
 
@@ -58,27 +58,17 @@ def test_ranks_with_another_part_of_a_sequence_have_routes_of_their_own() -> Non
     assert [routes_of(ranks, range(*own)) for own in ((0, 2), (2, 4))] == [((5, 3, 2, 6),), ((4, 1, 7, 4),)]
 
 
-RESULTS = Path(__file__).parents[2] / "labs" / "results"
-DENSE, ADAPTERS, PASSES, TEACHERS = (
-    {
-        row["name"]: row
-        for row in map(json.loads, (RESULTS / f"h200_plain_megatron_{of}.jsonl").read_text().splitlines())
-    }
-    for of in ("dense", "lora", "passes", "teachers")
+DENSE, ADAPTERS, PASSES, TEACHERS, SWITCHES = (
+    measured_by_name(f"h200_plain_megatron_{of}") for of in ("dense", "lora", "passes", "teachers", "switches")
 )
+"""The switches were predicted by code committed before: the dense ones unseen, those with experts with the rows that
+each expert got."""
 
 
 def test_all_jobs_of_dense_families_and_of_frameworks_defaults_were_measured() -> None:
     measured = [job.name for job in jobs() if job.num_ranks == 1]
     first, after = (measured.index(f"{name} 4 layers one rank x1") for name in ("llama-3.1-8b", "gpt3-6.7b"))
     assert sorted(DENSE) == sorted(measured[first:after])
-
-
-SWITCHES = {
-    row["name"]: row
-    for row in map(json.loads, (RESULTS / "h200_plain_megatron_switches.jsonl").read_text().splitlines())
-}
-"""Predicted by code committed before: the dense ones unseen, those with experts with the rows that each expert got."""
 
 
 def test_all_jobs_with_small_switches_were_measured() -> None:
@@ -101,12 +91,10 @@ def test_all_jobs_with_small_switches_were_measured() -> None:
 def test_a_predicted_step_has_the_small_switches_of_the_measured_one(words: str) -> None:
     """The largest errors of all 21 rows are 0.007 % of the peak and 0.012 % of the start; half are below 0.0002 %."""
     row = next(row for name, row in SWITCHES.items() if name.startswith(words))
-    measured, predicted = row["ranks"][0]["steps"][-1], predict_rank(row, 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-6)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=7e-5)
+    assert_predicted(row, start=2e-6, peak=7e-5)
 
 
-PASSES_OF_TWO = [json.loads(row) for row in (RESULTS / "h200x2_plain_megatron_passes.jsonl").read_text().splitlines()]
+PASSES_OF_TWO = measured_rows("h200x2_plain_megatron_passes")
 
 
 def test_all_jobs_with_heads_and_reference_models_were_measured() -> None:
@@ -124,9 +112,7 @@ def test_all_jobs_with_heads_and_reference_models_were_measured() -> None:
 
 def test_a_predicted_rank_has_the_head_of_the_measured_one() -> None:
     """The largest errors of all 10 ranks are 0.008 % of the peak and 0.010 % of the start."""
-    measured, predicted = PASSES_OF_TWO[0]["ranks"][1]["steps"][-1], predict_rank(PASSES_OF_TWO[0], 1)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1e-4)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
+    assert_predicted(PASSES_OF_TWO[0], 1, start=1e-4, peak=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -140,9 +126,7 @@ def test_a_predicted_rank_has_the_head_of_the_measured_one() -> None:
 )
 def test_a_predicted_step_has_the_head_or_the_reference_model_of_the_measured_one(words: str) -> None:
     """The largest errors of all 21 rows are 0.003 % of the peak and 0.002 % of the start; half are below 0.0005 %."""
-    measured, predicted = PASSES[words]["ranks"][0]["steps"][-1], predict_rank(PASSES[words], 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=5e-5)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=5e-5)
+    assert_predicted(PASSES[words], start=5e-5, peak=5e-5)
 
 
 def test_a_head_needs_no_group_for_the_loss() -> None:
@@ -155,9 +139,7 @@ def test_a_head_needs_no_group_for_the_loss() -> None:
     assert outside[1] - outside[0] > 388 * 2**20
 
 
-TEACHERS_OF_TWO = [
-    json.loads(row) for row in (RESULTS / "h200x2_plain_megatron_teachers.jsonl").read_text().splitlines()
-]
+TEACHERS_OF_TWO = measured_rows("h200x2_plain_megatron_teachers")
 
 
 def test_all_jobs_that_distil_were_measured() -> None:
@@ -168,21 +150,17 @@ def test_all_jobs_that_distil_were_measured() -> None:
 
 def test_a_predicted_rank_has_the_teacher_of_the_measured_one() -> None:
     """The largest errors of all 6 ranks are 0.013 % of the peak and 0.002 % of the start, both of GKD's."""
-    measured, predicted = TEACHERS_OF_TWO[0]["ranks"][1]["steps"][-1], predict_rank(TEACHERS_OF_TWO[0], 1)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-6)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=2e-6)
+    assert_predicted(TEACHERS_OF_TWO[0], 1, start=2e-6, peak=2e-6)
 
 
 @pytest.mark.parametrize("words", ["x3 recompute_granularity=full", pytest.param("qwen3-4b 4", marks=pytest.mark.slow)])
 def test_a_predicted_step_has_the_teacher_of_the_measured_one(words: str) -> None:
     """The largest errors of all 9 rows are 0.027 % of the peak and 0.0005 % of the start; half are below 0.0005 %."""
     name = next(name for name in TEACHERS if words in name)
-    measured, predicted = TEACHERS[name]["ranks"][0]["steps"][-1], predict_rank(TEACHERS[name], 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=5e-6)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=3e-4)
+    assert_predicted(TEACHERS[name], start=5e-6, peak=3e-4)
 
 
-FROZEN_IN_FP8 = [json.loads(row) for row in (RESULTS / "h200_plain_megatron_frozen_fp8.jsonl").read_text().splitlines()]
+FROZEN_IN_FP8 = measured_rows("h200_plain_megatron_frozen_fp8")
 """Predicted before; the last three have FP8 parameters. Other processes had the same GPU as the first six, so that what
 these say of memory outside torch says nothing."""
 
@@ -198,14 +176,12 @@ def test_all_jobs_with_a_frozen_model_in_fp8_were_measured() -> None:
 def test_a_predicted_step_has_the_frozen_model_in_fp8_of_the_measured_one(number: int) -> None:
     """Seven of the nine peaks are within 0.0002 %; GKD in blockwise is 0.015 % too high, a job with experts 0.008 %."""
     row = FROZEN_IN_FP8[number]
-    measured, predicted = row["ranks"][0]["steps"][-1], predict_rank(row, 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-4)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=2e-4)
+    assert_predicted(row, start=2e-4, peak=2e-4)
 
 
 def test_a_loss_beside_a_teacher_needs_no_group_on_one_rank() -> None:
-    rows = [*TEACHERS.values(), *FROZEN_IN_FP8[6:], *SWITCHES.values()]
-    compared = [row for row in rows if "loss" in row["state"] and row["ranks"][0]["first_uses"]]
+    measured = [*TEACHERS.values(), *FROZEN_IN_FP8[6:], *SWITCHES.values()]
+    compared = [row for row in measured if "loss" in row["state"] and row["ranks"][0]["first_uses"]]
     assert {row["state"].get("lm_loss_beside", False) for row in compared} == {False, True}
     for row in [*compared, *(row for row in TEACHERS.values() if row["state"]["loss"] == "jsd")]:
         stated = estimate_outside_torch(Layout(), state=TrainingState.of_options(row["state"]))
@@ -216,7 +192,7 @@ OF_MS_SWIFT = (
     "lora_rank=8 lora_dropout=0.05 lora_library=mcore_bridge lora_enable_input_require_grads=True "
     "gradient_accumulation_fusion=True moe_permute_fusion=False"
 )
-ADAPTERS_OF_TWO = [json.loads(row) for row in (RESULTS / "h200x2_plain_megatron_lora.jsonl").read_text().splitlines()]
+ADAPTERS_OF_TWO = measured_rows("h200x2_plain_megatron_lora")
 
 
 def test_all_jobs_of_adapters_were_measured() -> None:
@@ -247,9 +223,7 @@ def test_a_predicted_rank_is_that_of_the_frameworks_adapters(layout: str, words:
     """
     job = next(row for row in ADAPTERS_OF_TWO if row["layout"] == layout and words in row["name"])
     for rank in (0, 1):
-        measured, predicted = job["ranks"][rank]["steps"][-1], predict_rank(job, rank)
-        assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=3e-4)
-        assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=2e-4)
+        assert_predicted(job, rank, start=3e-4, peak=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -282,9 +256,7 @@ def test_a_predicted_step_is_that_of_the_frameworks_adapters(name: str) -> None:
     Of those in FP8, dense models are within 0.010 and 0.018 %. Of experts, what torch leaves unsplit behind their FP8
     weights is within 0.098 and 0.178 % in five rows.
     """
-    measured, predicted = ADAPTERS[name]["ranks"][0]["steps"][-1], predict_rank(ADAPTERS[name], 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-4)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
+    assert_predicted(ADAPTERS[name], start=2e-4, peak=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -298,9 +270,7 @@ def test_a_predicted_step_is_that_of_the_frameworks_adapters(name: str) -> None:
 )
 def test_a_predicted_step_is_plain_megatron_s(name: str) -> None:
     """The largest errors of all 68 rows without FP8 are 0.025 % of the peak and 0.023 % of the start."""
-    measured, predicted = DENSE[name]["ranks"][0]["steps"][-1], predict_rank(DENSE[name], 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1e-4)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
+    assert_predicted(DENSE[name], start=1e-4, peak=1e-4)
 
 
 def test_a_step_of_transformer_engine_2_20_holds_more_under_full_recompute_in_fp8() -> None:
@@ -308,15 +278,12 @@ def test_a_step_of_transformer_engine_2_20_holds_more_under_full_recompute_in_fp
 
     With 2.16, the same step peaks 236 MB lower on the GPU too: the column-wise weights of two layers' `te.Linear`.
     """
-    rows = (RESULTS / "h200_te220_plain_megatron.jsonl").read_text().splitlines()
     job = next(
         row
-        for row in map(json.loads, rows)
+        for row in measured_rows("h200_te220_plain_megatron")
         if row["name"].startswith(f"phi-4 2 layers one rank x1 {FULL_RECOMPUTE} fp8")
     )
-    measured, predicted = job["ranks"][0]["steps"][-1], predict_rank(job, 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1e-4)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
+    assert_predicted(job, start=1e-4, peak=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -335,11 +302,8 @@ def test_a_predicted_step_has_the_fp8_parameters_of_the_measured_one(file: str, 
 
     The other 4 are tensor parallel and blockwise, where torch keeps gathers.
     """
-    rows = map(json.loads, (RESULTS / f"{file}_plain_megatron_fp8.jsonl").read_text().splitlines())
-    job = next(row for row in rows if row["name"].startswith(words))
-    measured, predicted = job["ranks"][rank]["steps"][-1], predict_rank(job, rank)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1.5e-4)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1e-4)
+    job = next(row for row in measured_rows(f"{file}_plain_megatron_fp8") if row["name"].startswith(words))
+    assert_predicted(job, rank, start=1.5e-4, peak=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -355,8 +319,8 @@ def test_a_predicted_step_has_the_fp8_parameters_of_the_measured_one(file: str, 
 def test_steps_with_fp8_gathers_peak_between_the_prediction_and_what_torch_may_keep_beside_it(
     file: str, words: str, more_than: int
 ) -> None:
-    rows = map(json.loads, (RESULTS / f"h200x2_plain_megatron_{file}.jsonl").read_text().splitlines())
-    job = next(row for row in rows if "blockwise" in row["name"] and f"TP2 x1 {words}" in row["name"])
+    measured = measured_rows(f"h200x2_plain_megatron_{file}")
+    job = next(row for row in measured if "blockwise" in row["name"] and f"TP2 x1 {words}" in row["name"])
     predicted = predict_rank(job, 0)
     kept = [
         step["peak_bytes"] - predicted.peak_allocated_bytes
@@ -367,7 +331,7 @@ def test_steps_with_fp8_gathers_peak_between_the_prediction_and_what_torch_may_k
     assert more_than * 2**20 < max(kept) <= predicted.kept_gather_bytes
 
 
-OF_BIASES = [json.loads(row) for row in (RESULTS / "h200_plain_megatron_gpt_oss_fp8.jsonl").read_text().splitlines()]
+OF_BIASES = measured_rows("h200_plain_megatron_gpt_oss_fp8")
 
 
 @MEASURED_WITH_OLD_CORE
@@ -375,20 +339,17 @@ OF_BIASES = [json.loads(row) for row in (RESULTS / "h200_plain_megatron_gpt_oss_
 def test_a_predicted_step_has_the_biases_of_experts_in_fp8_of_the_measured_one(number: int) -> None:
     """Other processes used that GPU too, so that what the rows say of memory outside torch is too much."""
     job = OF_BIASES[number]
-    measured, predicted = job["ranks"][0]["steps"][-1], predict_rank(job, 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1.2e-4)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=1.2e-4)
+    assert_predicted(job, start=1.2e-4, peak=1.2e-4)
+
+
+FIRST_ADAPTERS = measured_by_name("h200_plain_megatron_lora_first")
 
 
 @MEASURED_WITH_OLD_CORE
 def test_the_first_job_of_a_process_reserves_what_it_reserved_on_an_h200() -> None:
     """It has Triton's kernels timed, and cuBLAS and Transformer Engine get each workspace at its first product."""
-    rows = map(json.loads, (RESULTS / "h200_plain_megatron_lora_first.jsonl").read_text().splitlines())
-    job = next(row for row in rows if row["name"] == "qwen3-30b-a3b 2 layers one rank x1 lora_rank=64")
-    measured, predicted = job["ranks"][0]["steps"][-1], predict_rank(job, 0)
-    assert predicted.peak_reserved_bytes == measured["peak_reserved_bytes"]
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-6)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=3e-6)
+    job = FIRST_ADAPTERS["qwen3-30b-a3b 2 layers one rank x1 lora_rank=64"]
+    assert_predicted(job, start=2e-6, peak=3e-6, reserves_as_much=True)
 
 
 @pytest.mark.parametrize(
@@ -406,11 +367,8 @@ def test_each_step_begins_with_the_bytes_that_it_had_on_an_h200(name: str) -> No
 
     Which one is decided by the addresses of segments. The job with rank 20 reserves 2.5 GB more from its third step on.
     """
-    rows = map(json.loads, (RESULTS / "h200_plain_megatron_lora_first.jsonl").read_text().splitlines())
-    job = next(row for row in rows if row["name"] == name)
-    measured = [step["start_bytes"] for step in job["ranks"][0]["steps"]][1:]
-    reserved = [step["peak_reserved_bytes"] for step in job["ranks"][0]["steps"]][1:]
-    predicted = predict_steps(job, 0)
+    steps, predicted = FIRST_ADAPTERS[name]["ranks"][0]["steps"][1:], predict_steps(FIRST_ADAPTERS[name], 0)
+    measured, reserved = ([step[key] for step in steps] for key in ("start_bytes", "peak_reserved_bytes"))
     assert len(set(measured)) == 2
     assert [record.static_bytes for record in predicted] == pytest.approx(measured, abs=1024)
     assert [record.peak_reserved_bytes for record in predicted] == pytest.approx(reserved, rel=2e-3)
@@ -419,13 +377,10 @@ def test_each_step_begins_with_the_bytes_that_it_had_on_an_h200(name: str) -> No
 @MEASURED_WITH_OLD_CORE
 def test_a_predicted_step_has_the_latent_experts_of_the_measured_one() -> None:
     """Four jobs were measured after the code was written: starts are within 0.015 %, peaks within 0.02 %."""
-    row = json.loads((RESULTS / "h200_plain_megatron_latent_experts.jsonl").read_text().splitlines()[0])
-    measured, predicted = row["ranks"][0]["steps"][-1], predict_rank(row, 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-4)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=2e-4)
+    assert_predicted(measured_rows("h200_plain_megatron_latent_experts")[0], start=2e-4, peak=2e-4)
 
 
-OF_MAMBA = [json.loads(row) for row in (RESULTS / "h200_plain_megatron_mamba.jsonl").read_text().splitlines()]
+OF_MAMBA = measured_rows("h200_plain_megatron_mamba")
 
 
 @MEASURED_WITH_OLD_CORE
@@ -435,12 +390,10 @@ OF_MAMBA = [json.loads(row) for row in (RESULTS / "h200_plain_megatron_mamba.jso
 def test_a_predicted_step_of_mamba_is_the_measured_one(number: int) -> None:
     """Number 3 asks for full recompute, which megatron-core 0.16 ignores; from 12 on, Mamba's backward has the peak."""
     job = OF_MAMBA[number]
-    measured, predicted = job["ranks"][0]["steps"][-1], predict_rank(job, 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1.2e-4)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=2.1e-4)
+    assert_predicted(job, start=1.2e-4, peak=2.1e-4)
 
 
-OF_SQUARED_RELU = (RESULTS / "h200_plain_megatron_squared_relu.jsonl").read_text().splitlines()
+OF_SQUARED_RELU = measured_rows("h200_plain_megatron_squared_relu")
 
 
 @MEASURED_WITH_OLD_CORE
@@ -448,23 +401,15 @@ OF_SQUARED_RELU = (RESULTS / "h200_plain_megatron_squared_relu.jsonl").read_text
     "number", [2, *(pytest.param(one, marks=pytest.mark.slow) for one in range(len(OF_SQUARED_RELU)) if one != 2)]
 )
 def test_a_predicted_step_of_squared_relu_is_the_measured_one(number: int) -> None:
-    job = json.loads(OF_SQUARED_RELU[number])
-    measured, predicted = job["ranks"][0]["steps"][-1], predict_rank(job, 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=1e-6)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=2e-6)
-    assert predicted.peak_reserved_bytes == measured["peak_reserved_bytes"]
+    assert_predicted(OF_SQUARED_RELU[number], start=1e-6, peak=2e-6, reserves_as_much=True)
 
 
 FULL_RECOMPUTE = "recompute_granularity=full recompute_method=uniform recompute_num_layers=1"
 BLOCKWISE = "fp8_format=e4m3 fp8_recipe=blockwise"
-MEASURED = {
-    row["name"]: row
-    for name in (
-        *("h200_plain_megatron_latent", "h200x2_plain_megatron_latent", "h200x2_plain_megatron_heads"),
-        *("h200_plain_megatron_gpt", "h200x2_plain_megatron_gpt"),
-    )
-    for row in map(json.loads, (RESULTS / f"{name}.jsonl").read_text().splitlines())
-}
+MEASURED = measured_by_name(
+    *("h200_plain_megatron_latent", "h200x2_plain_megatron_latent", "h200x2_plain_megatron_heads"),
+    *("h200_plain_megatron_gpt", "h200x2_plain_megatron_gpt"),
+)
 
 
 @pytest.mark.parametrize(
@@ -529,9 +474,7 @@ def test_parts_of_layers_are_plain_megatron_s(name: str, error: float) -> None:
 
 def test_the_page_of_four_gpus_has_the_measured_figures_of_every_rank() -> None:
     labs = Path(__file__).parents[2] / "labs"
-    jobs_of_four = [
-        json.loads(line) for line in (labs / "results" / "h200x4_plain_megatron.jsonl").read_text().splitlines()
-    ]
+    jobs_of_four = measured_rows("h200x4_plain_megatron")
     table = (labs / "RANKS.md").read_text().split("| outside torch, MiB")[0]
     lines = [line.strip("| ").split(" | ") for line in table.splitlines() if "%" in line]
     steps = [rank["steps"][-1] for job in jobs_of_four for rank in job["ranks"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -121,9 +122,22 @@ def test_what_would_fit_is_tried_for_a_limited_time_after_the_verdict_and_the_re
     assert sorted(left) == sorted(map(str, choices))
     assert main(["predict", *TINY, *memory]) == 1
     printed, _ = capfd.readouterr()
-    verdict, advice = printed.index("does not fit"), printed.index("no single setting that was tried")
+    verdict, advice = printed.index("does not fit"), printed.index("no other setting was tried: let memlab search")
     assert verdict < printed.index("peak phase") < printed.index("outside torch, estimated") < advice
     assert printed.splitlines()[-1].startswith(f"not tried, because 0 s were over: {'; '.join(left)}; predict")
+
+
+def test_a_lab_tries_other_settings_for_as_long_as_it_is_given() -> None:
+    with Lab("phi-4-tiny", num_layers=2, seq_length=64, backend="simulated") as lab:
+        record = lab.step()
+        tight = OUTSIDE_BYTES + record.peak_allocated_bytes - 1
+        whole, none = (lab.fit(record, tight, seconds=seconds) for seconds in (math.inf, 0))
+        with pytest.raises(ValueError, match="seconds is -1, must be a number of at least 0"):
+            lab.fit(record, tight, seconds=-1)
+    choices = candidates(record.settings, record.scenario, depth=1)[1:]
+    assert whole.verdict == none.verdict == "does not fit"
+    assert (whole.num_tried, whole.not_tried, none.num_tried, none.alternatives) == (len(choices), (), 0, ())
+    assert sorted(none.not_tried) == sorted(map(str, choices))
 
 
 def test_a_step_that_is_stopped_ends_the_tries_and_is_one_of_those_that_were_not_tried() -> None:

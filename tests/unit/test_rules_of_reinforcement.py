@@ -25,7 +25,7 @@ _VERL = {
     "trainer.n_gpus_per_node": 8,
 }
 _POLICY, _ENGINE, _ALGORITHM = "trainer.policy", "generator.inference_engine", "trainer.algorithm"
-_OF_SKYRL = f"{_POLICY}.megatron_config"
+_OF_SKYRL, _CORRECTION = f"{_POLICY}.megatron_config", f"{_ALGORITHM}.off_policy_correction"
 _SKYRL = {
     f"{_POLICY}.model.path": "Qwen/Qwen3-30B-A3B",
     "trainer.placement.policy_num_gpus_per_node": 8,
@@ -56,6 +56,8 @@ def read(folder: Path, program: str, keys: dict[str, object], version: str | Non
         ({f"{_CRITIC}.enable": True, f"{_CRITIC}.ppo_micro_batch_size_per_gpu": "null"}, {}, ""),
         ({"data.train_batch_size": 252}, {"data.train_batch_size": 256}, ""),
         ({f"{_OPTIM}.lr_scheduler_type": "linear"}, {f"{_OPTIM}.lr_scheduler_type": "cosine"}, "dp"),
+        ({f"{_ACTOR}.loss_agg_mode": "mean"}, {f"{_ACTOR}.loss_agg_mode": "token-sum"}, ""),
+        ({f"{_MEGATRON}.dtype": "bf16"}, {f"{_MEGATRON}.dtype": "bfloat16"}, "megatron"),
         ({f"{_MEGATRON}.use_mbridge": False}, {f"{_MEGATRON}.use_mbridge": True}, "megatron"),
         ({f"{_MEGATRON}.grad_offload": True}, {}, "megatron"),
         ({f"{_MEGATRON}.router_replay.mode": "record"}, {f"{_MEGATRON}.router_replay.mode": "R2"}, "megatron"),
@@ -105,6 +107,29 @@ def test_a_job_of_an_unknown_version_of_verl_is_warned_of_what_later_versions_re
         ({f"{_ENGINE}.num_engines": 4}, {f"{_ENGINE}.tensor_parallel_size": 2}, ""),
         ({f"{_ENGINE}.num_engines": 2}, {"trainer.placement.colocate_all": "false"}, ""),
         ({"trainer.train_batch_size": 300}, {"trainer.train_batch_size": 512}, ""),
+        (
+            {f"{_ALGORITHM}.loss_reduction": "token_mean_legacy", "generator.step_wise_trajectories": "true"},
+            {"generator.step_wise_trajectories": "false"},
+            "",
+        ),
+        (
+            {f"{_ALGORITHM}.policy_loss_type": "kl_cov", f"{_CORRECTION}.sequence_mask_metric": "product"},
+            {f"{_CORRECTION}.sequence_mask_metric": "null"},
+            "",
+        ),
+        ({f"{_CORRECTION}.tis_ratio_type": "mean"}, {f"{_CORRECTION}.tis_ratio_type": "token"}, ""),
+        ({f"{_CORRECTION}.sequence_mask_metric": "sum"}, {f"{_CORRECTION}.sequence_mask_metric": "geometric"}, ""),
+        ({"trainer.max_ckpts_to_keep": 0}, {"trainer.max_ckpts_to_keep": -1}, ""),
+        (
+            {f"{_POLICY}.model.lora.rank": 8, f"{_POLICY}.model.lora.alpha": 8, f"{_ENGINE}.backend": "sglang"},
+            {f"{_ENGINE}.backend": "vllm"},
+            "",
+        ),
+        (
+            {f"{_OF_SKYRL}.context_parallel_size": 2, "trainer.remove_microbatch_padding": "false"},
+            {f"{_OF_SKYRL}.context_parallel_size": 1},
+            "megatron",
+        ),
         ({f"{_ENGINE}.backend": "sglang"}, {f"{_ENGINE}.backend": "vllm"}, "megatron"),
         ({f"{_ENGINE}.weight_sync_backend": "gloo"}, {f"{_ENGINE}.weight_sync_backend": "nccl"}, "megatron"),
         ({f"{_POLICY}.sequence_parallel_size": 2}, {f"{_POLICY}.sequence_parallel_size": 1}, "megatron"),

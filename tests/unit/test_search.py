@@ -490,7 +490,8 @@ def test_a_verdict_that_more_memory_outside_torch_would_change_says_so() -> None
     assert (between.verdict, between.verdict_with_most_outside) == ("fits", "does not fit")
     short = format_bytes(outside.most_bytes - (outside.total_bytes + outside.most_bytes) // 2)
     most = (
-        f"; does not fit if they take {format_bytes(outside.most_bytes)}, the most that is likely: short by {short}; "
+        f"; does not fit if they take {format_bytes(outside.most_bytes)}, the most that is likely: short by {short} of "
+        "allocated bytes; "
     )
     assert f" if CUDA and NCCL take {format_bytes(outside.total_bytes)}, as expected, with " in f"{between}"
     assert most in f"{between}"

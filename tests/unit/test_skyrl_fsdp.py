@@ -15,6 +15,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.entries import NoJobError
 from memlab.jobs.job import Job
+from tests.unit.job_files import read_job
 
 POLICY = "trainer.policy"
 FSDP = f"{POLICY}.fsdp_config"
@@ -39,8 +40,7 @@ ON_DEVICE = dict.fromkeys(ON_HOST, False)
 
 
 def read(folder: Path, keys: str = "") -> Job:
-    (folder / "run.sh").write_text(START + keys)
-    return Job.read(folder / "run.sh")
+    return read_job(START + keys, folder)
 
 
 def test_a_job_is_read_with_the_defaults_of_skyrl(tmp_path: Path) -> None:
@@ -158,8 +158,7 @@ def test_what_a_reference_model_has_otherwise_is_named(engine: str, keys: str, i
 
 
 def test_a_package_that_the_launcher_installs_is_no_key(tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(f"uv run --with transformers==5.4.0 {START}")
-    job = Job.read(tmp_path / "run.sh")
+    job = read_job(f"uv run --with transformers==5.4.0 {START}", tmp_path)
     assert job.scenario is not None and not [one.key for one in job.not_modelled if one.effect == "unknown"]
 
 
@@ -177,15 +176,13 @@ def test_a_task_of_skypilot_is_the_script_that_it_runs(tmp_path: Path) -> None:
     head = "num_nodes: 2\nresources:\n  accelerators: {gpus}\nenvs:\n  MODEL: Qwen/Qwen3-8B\nrun: |\n"
     script = script.replace("Qwen/Qwen2.5-7B-Instruct", "$MODEL")
     for gpus, ranks in (("L40S:4", 8), ("{H100: 8}", 16), ("H100", 2)):
-        (tmp_path / "task.yaml").write_text(head.replace("{gpus}", gpus) + f"  set -e\n  {script}\n")
-        job = Job.read(tmp_path / "task.yaml")
+        job = read_job(head.replace("{gpus}", gpus) + f"  set -e\n  {script}\n", tmp_path, "task.yaml")
         assert job.required()[0].layout.data_parallel_size == ranks
         assert job.required()[0].architecture.name == "qwen3-8b"
         assert "line 8" in {one.place for one in job.taken}  # of the file, not of the script
     left_open = ("{H100: 8, A100: 4}", "null", "null\n  any_of: [{accelerators: H100:8}, {accelerators: A100:4}]")
     for gpus in left_open:  # to the machine that SkyPilot finds, or to its command line
-        (tmp_path / "task.yaml").write_text(head.replace("{gpus}", gpus) + f"  {script}\n")
-        job = Job.read(tmp_path / "task.yaml")
+        job = read_job(head.replace("{gpus}", gpus) + f"  {script}\n", tmp_path, "task.yaml")
         assert job.cannot_start is None and any("known only when the job runs" in one for one in job.warnings)
 
 
@@ -237,8 +234,7 @@ SFT = "python -m skyrl.train.main_sft strategy=fsdp model.path=Qwen/Qwen2.5-7B-I
 
 
 def read_sft(folder: Path, keys: str = "") -> Job:
-    (folder / "run.sh").write_text(SFT + "placement.num_gpus_per_node=8 " + keys)
-    return Job.read(folder / "run.sh")
+    return read_job(SFT + "placement.num_gpus_per_node=8 " + keys, folder)
 
 
 @pytest.mark.parametrize(
@@ -274,8 +270,7 @@ def test_a_program_of_one_s_own_that_trains_so_is_read_as_skyrl_s(tmp_path: Path
     rows = "micro_train_batch_size_per_gpu=2 "
     usual = read_sft(tmp_path, rows)
     own = (tmp_path / "run.sh").read_text().replace("skyrl.train.main_sft", "mine.main_sft_with_callbacks")
-    (tmp_path / "run.sh").write_text(own)
-    assert Job.read(tmp_path / "run.sh").required() == usual.required()
+    assert read_job(own, tmp_path).required() == usual.required()
 
 
 def test_supervised_fine_tuning_is_read_with_its_own_defaults(tmp_path: Path) -> None:
@@ -325,8 +320,7 @@ def test_rows_of_harbor_s_agents_have_the_whole_length_that_their_program_asks_f
     harbor = START.replace("skyrl.train.entrypoints.main_base", "examples.train_integrations.harbor.main_harbor")
     for command, length in ((harbor, 32768), (START, 4096)):
         keys = f"trainer.strategy={engine} trainer.algorithm.max_seq_len=32768 generator.step_wise_trajectories=true"
-        (tmp_path / "run.sh").write_text(command + keys)
-        job = Job.read(tmp_path / "run.sh")
+        job = read_job(command + keys, tmp_path)
         assert job.required()[0].seq_length == length
         assert job.rollout is not None and job.rollout.seq_length == length
         # An answer of one turn is one step; agents of Harbor take as many as they like.

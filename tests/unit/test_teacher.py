@@ -22,10 +22,10 @@ from memlab.config.training_state import COMPARE_WITH_TEACHER, TrainingState
 from memlab.config.validation import RuleError
 from memlab.engines.megatron.losses import LOSSES, LossFromLogits, _kl_of_largest
 from memlab.engines.megatron.training_step import _beside_cross_entropy
-from memlab.jobs.job import Job
 from memlab.jobs.writing import written
 from memlab.lab.lab import Lab
 from tests.unit.inside import inside
+from tests.unit.job_files import read_job
 from tests.unit.ranks import on_ranks
 from tests.unit.test_loss_bytes import ROWS, VOCABULARY, bytes_of_logit
 
@@ -45,25 +45,38 @@ def divergence(loss: str, student: torch.Tensor, teacher: torch.Tensor) -> torch
     return sum((one * (one / mixture).log()).sum(-1) / 2 for one in (target, own))  # type: ignore[return-value]
 
 
+def check_on_one_rank_and_two(
+    compute: Callable[..., torch.Tensor], student: torch.Tensor, teacher: Any, wanted: torch.Tensor
+) -> None:
+    """Checks the values and the gradient of a loss that is computed in parts of the vocabulary.
+
+    Args:
+        teacher: Whole logits, of which each rank has its part, or what each rank has.
+    """
+    (gradient,) = torch.autograd.grad(wanted.sum(), student)
+
+    def job(rank: int, group: Any) -> None:
+        def part(whole: torch.Tensor) -> torch.Tensor:
+            return whole.detach().chunk(group.size(), -1)[rank].contiguous()
+
+        own, labels = part(student).requires_grad_(), torch.zeros(student.shape[:2], dtype=torch.int64)
+        of_teacher = part(teacher) if isinstance(teacher, torch.Tensor) else teacher
+        found = compute(own * 1, labels, group, None, teacher=of_teacher)
+        torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-6)
+        (of_own,) = torch.autograd.grad(found.sum(), own)
+        torch.testing.assert_close(of_own, part(gradient), rtol=1e-3, atol=1e-6)
+
+    for ranks in (1, 2):
+        on_ranks(ranks, job)
+
+
 @pytest.mark.parametrize("loss", COMPARE_WITH_TEACHER)
 def test_a_loss_is_the_divergence_of_two_distributions_on_one_rank_and_on_two(loss: str) -> None:
     torch.manual_seed(1)
     student, teacher = torch.randn(2, 1, 600, 32, dtype=torch.float64).unbind()  # two parts of ms-swift's 512 tokens
     student = student.float().requires_grad_()
-    teacher, labels = teacher.float(), torch.zeros(1, 600, dtype=torch.int64)
-    wanted = divergence(loss, student, teacher)
-    (gradient,) = torch.autograd.grad(wanted.sum(), student)
-
-    def job(rank: int, group: Any) -> None:
-        own = student.detach().chunk(group.size(), -1)[rank].contiguous().requires_grad_()
-        of_teacher = teacher.chunk(group.size(), -1)[rank].contiguous()
-        found = LOSSES[loss](own * 1, labels, group, None, teacher=of_teacher)  # type: ignore[call-arg]
-        torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-6)
-        (of_own,) = torch.autograd.grad(found.sum(), own)
-        torch.testing.assert_close(of_own, gradient.chunk(group.size(), -1)[rank], rtol=1e-3, atol=1e-6)
-
-    for ranks in (1, 2):
-        on_ranks(ranks, job)
+    teacher = teacher.float()
+    check_on_one_rank_and_two(LOSSES[loss], student, teacher, divergence(loss, student, teacher))
 
 
 def test_the_largest_logits_are_compared_by_themselves_on_one_rank_and_on_two() -> None:
@@ -73,18 +86,7 @@ def test_the_largest_logits_are_compared_by_themselves_on_one_rank_and_on_two() 
     student.requires_grad_()
     values, places = teacher.topk(5)
     wanted = divergence("jsd", student.gather(-1, places).double(), values.double()).float()
-    (gradient,) = torch.autograd.grad(wanted.sum(), student)
-
-    def job(rank: int, group: Any) -> None:
-        own = student.detach().chunk(group.size(), -1)[rank].contiguous().requires_grad_()
-        labels = torch.zeros(1, 600, dtype=torch.int64)
-        found = LOSSES["jsd"](own * 1, labels, group, None, teacher=(values, places))  # type: ignore[call-arg]
-        torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-6)
-        (of_own,) = torch.autograd.grad(found.sum(), own)
-        torch.testing.assert_close(of_own, gradient.chunk(group.size(), -1)[rank], rtol=1e-3, atol=1e-6)
-
-    for ranks in (1, 2):
-        on_ranks(ranks, job)
+    check_on_one_rank_and_two(LOSSES["jsd"], student, (values, places), wanted)
 
 
 def test_model_optimizer_compares_the_largest_logits_by_themselves_on_one_rank_and_on_two() -> None:
@@ -93,19 +95,7 @@ def test_model_optimizer_compares_the_largest_logits_by_themselves_on_one_rank_a
     student.requires_grad_()
     values, places = teacher.topk(5)
     wanted = divergence("logits_kl", student.gather(-1, places).double(), values.double()).float()
-    (gradient,) = torch.autograd.grad(wanted.sum(), student)
-
-    def job(rank: int, group: Any) -> None:
-        own, of_teacher = (each.detach().chunk(group.size(), -1)[rank].contiguous() for each in (student, teacher))
-        own.requires_grad_()
-        labels = torch.zeros(1, 60, dtype=torch.int64)
-        found = _kl_of_largest(own * 1, labels, group, None, teacher=of_teacher, topk=5)
-        torch.testing.assert_close(found, wanted.detach(), rtol=1e-4, atol=1e-6)
-        (of_own,) = torch.autograd.grad(found.sum(), own)
-        torch.testing.assert_close(of_own, gradient.chunk(group.size(), -1)[rank], rtol=1e-3, atol=1e-6)
-
-    for ranks in (1, 2):
-        on_ranks(ranks, job)
+    check_on_one_rank_and_two(partial(_kl_of_largest, topk=5), student, teacher, wanted)
 
 
 @pytest.mark.parametrize(("ranks", "held"), [(1, 5.024), (2, 5.792)])
@@ -405,9 +395,7 @@ _OTHER = f"{_GKD} --lmbda 0 --teacher_model Qwen/Qwen3-32B"
 def test_jobs_of_ms_swift_have_their_teacher(
     text: str, found: tuple[str, str, str | None], missed: dict[str, str], tmp_path: Path
 ) -> None:
-    path = tmp_path / "run.sh"
-    path.write_text(text)
-    job = Job.read(path)
+    job = read_job(text, tmp_path)
     state = job.required()[0].state
     assert (state.loss, state.reference_model, state.teacher_model) == found
     assert {one.key: one.effect for one in job.not_modelled} == missed
@@ -423,9 +411,7 @@ def test_jobs_of_ms_swift_have_their_teacher(
 )
 def test_jobs_of_ms_swift_compare_with_the_largest_logits(text: str, reference: str, tmp_path: Path) -> None:
     """``_compute_teacher_logits`` in swift/megatron/trainers/gkd_trainer.py (3602360)."""
-    path = tmp_path / "run.sh"
-    path.write_text(text)
-    job = Job.read(path)
+    job = read_job(text, tmp_path)
     state = job.required()[0].state
     assert (state.loss, state.reference_model, state.gkd_logits_topk) == ("jsd", reference, 32)
     assert {one.key: one.effect for one in job.not_modelled} == {"rlhf_type": "less"}
@@ -438,8 +424,6 @@ def test_a_written_job_of_ms_swift_has_its_teacher(beside: bool, tmp_path: Path)
     new = written("ms-swift", scenario, MemorySettings())
     assert not {"loss", "reference_model", "teacher_model"} & new.unsaid.keys()
     assert ("add --sft_alpha NUMBER" in new.unsaid.get("lm_loss_beside", "")) == beside
-    path = tmp_path / "run.sh"
-    path.write_text(f"megatron rlhf {' '.join(new.lines)}{' --sft_alpha 0.1' * beside}")
-    again = Job.read(path).required()[0]
+    again = read_job(f"megatron rlhf {' '.join(new.lines)}{' --sft_alpha 0.1' * beside}", tmp_path).required()[0]
     assert again.state == state
     assert (again.seq_length, again.num_microbatches) == (1024, 2)

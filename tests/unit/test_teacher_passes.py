@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ from memlab.lab.lab import Lab
 from memlab.lab.search_steps import stepping
 from memlab.lab.teacher_pass import TeacherPeaks
 from memlab.record.job_phases import JobPhases
+from tests.unit.measured import measured_by_name
 from tests.unit.ranks import on_ranks
 from tests.unit.test_loss_bytes import Storages
 
-RESULTS = Path(__file__).parents[2] / "labs" / "results" / "h200_teacher_passes.jsonl"
 STATE = TrainingState(loss="topk_logits", topk_logits_k=16)
 
 
@@ -329,7 +328,7 @@ def test_the_same_file_is_read_as_its_teacher_s(tmp_path: Path) -> None:
     assert scenario.seq_length == 4096
 
 
-MEASURED = {row["name"]: row for row in map(json.loads, RESULTS.read_text().splitlines())}
+MEASURED = measured_by_name("h200_teacher_passes")
 
 
 @pytest.mark.parametrize(

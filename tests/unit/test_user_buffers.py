@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.plain_megatron import predict_rank
 from memlab import Lab, Layout, MemorySettings, Scenario, TrainingState
 from memlab.backends import cuda
 from memlab.config import without_effect
@@ -20,11 +18,10 @@ from memlab.engines.megatron.layers.torch_functions import Linear, NormLinear
 from memlab.fitting.outside_torch import outside_torch_of
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
+from tests.unit.measured import assert_predicted, measured_rows
 from tests.unit.ranks import on_ranks
 
-RESULTS = Path(__file__).parents[2] / "labs" / "results"
-MEASURED = {row["name"]: row for row in map(json.loads, (RESULTS / "h200_user_buffers.jsonl").read_text().splitlines())}
-OF_TWO = [json.loads(row) for row in (RESULTS / "h200x2_user_buffers.jsonl").read_text().splitlines()]
+MEASURED, OF_TWO = measured_rows("h200_user_buffers"), measured_rows("h200x2_user_buffers")
 TP2 = Layout(tensor_model_parallel_size=2)
 ON = TrainingState(tp_comm_overlap=True)
 FP8 = replace(ON, fp8_format="hybrid", fp8_recipe="tensorwise")
@@ -82,10 +79,7 @@ def test_a_predicted_step_has_the_bytes_of_the_measured_one(name: str, error: fl
 
     Of all 19 jobs the peak is at most 0.001 % off in bf16 and 0.12 % in FP8, and the start 0.001 %.
     """
-    row = next(row for key, row in MEASURED.items() if key.startswith(name))
-    measured, predicted = row["ranks"][0]["steps"][-1], predict_rank(row, 0)
-    assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=2e-5)
-    assert predicted.peak_allocated_bytes == pytest.approx(measured["peak_bytes"], rel=error)
+    assert_predicted(next(row for row in MEASURED if row["name"].startswith(name)), start=2e-5, peak=error)
 
 
 @pytest.mark.parametrize("number", [0, 8, pytest.param(6, marks=pytest.mark.slow)])
@@ -96,11 +90,8 @@ def test_a_predicted_rank_has_the_bytes_of_the_measured_one(number: int) -> None
     buffers and without; of the start 0.053 %.
     """
     for rank in (0, 1):
-        measured, predicted = OF_TWO[number]["ranks"][rank]["steps"][-1], predict_rank(OF_TWO[number], rank)
-        assert predicted.static_bytes == pytest.approx(measured["start_bytes"], rel=6e-4 if number == 6 else 1e-6)
-        assert predicted.peak_allocated_bytes == pytest.approx(
-            measured["peak_bytes"], rel=4e-4 if number == 6 else 2e-5
-        )
+        start, peak = (6e-4, 4e-4) if number == 6 else (1e-6, 2e-5)
+        assert_predicted(OF_TWO[number], rank, start=start, peak=peak)
 
 
 def test_memory_outside_torch_is_in_its_range_with_user_buffers() -> None:

@@ -16,6 +16,7 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import TrainingState
 from memlab.jobs.job import Job
 from memlab.jobs.writing import written
+from tests.unit.job_files import read_job
 
 ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 FSDP = f"{ACTOR}.fsdp_config"
@@ -33,8 +34,7 @@ ONE_UNIT = {"separate_embeddings": "none", "reshard_root_after_forward": False}
 
 
 def read(folder: Path, keys: str = "", version: str | None = "0.9.1") -> Job:
-    (folder / "run.sh").write_text(START + keys)
-    return Job.read(folder / "run.sh", version=version)
+    return read_job(START + keys, folder, version=version)
 
 
 def test_a_job_is_read_with_the_defaults_of_verl(tmp_path: Path) -> None:
@@ -302,8 +302,7 @@ SFT = (
 
 
 def test_the_sft_trainer_has_the_same_engine(tmp_path: Path) -> None:
-    (tmp_path / "run.sh").write_text(SFT + "engine.strategy=fsdp2 engine.model_dtype=bf16 optim.lr=1e-5")
-    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    job = read_job(SFT + "engine.strategy=fsdp2 engine.model_dtype=bf16 optim.lr=1e-5", tmp_path, version="0.9.1")
     scenario, settings = job.required()
     assert job.framework == "verl-sft-fsdp" and settings == MemorySettings(**WHOLE_LAYERS)  # type: ignore[arg-type]
     assert scenario == Scenario.of(
@@ -315,8 +314,7 @@ def test_the_sft_trainer_has_the_same_engine(tmp_path: Path) -> None:
         state=TrainingState(**(STATE | {"fp32_sharded_params": False})),  # type: ignore[arg-type]
     )
     assert not job.not_modelled
-    (tmp_path / "run.sh").write_text(SFT.replace("per_gpu=1", "per_gpu=2"))
-    job = Job.read(tmp_path / "run.sh", version="0.9.1")
+    job = read_job(SFT.replace("per_gpu=1", "per_gpu=2"), tmp_path, version="0.9.1")
     assert not job.not_modelled
     scenario = job.required()[0]
     assert (scenario.seq_length, scenario.packed_sequences, scenario.state.fsdp_version) == (8192, 2, 1)

@@ -19,11 +19,11 @@ from memlab.config.scenario import Scenario
 from memlab.config.training_state import TrainingState
 from memlab.config.versions import MEASURED, READ, TITLES, Versions
 from memlab.jobs.frameworks.registry import FRAMEWORKS
-from memlab.jobs.job import Job
 from memlab.lab.lab import Lab
 from memlab.record.step_record import StepRecord
 from memlab.views.text.record import record_table
 from tests.unit.builders import record_of
+from tests.unit.job_files import read_job
 
 pytestmark = pytest.mark.versions
 
@@ -156,9 +156,7 @@ def test_a_lab_on_a_gpu_has_the_installed_versions(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_job_has_the_version_that_its_framework_installs(tmp_path: Path) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text("torchrun pretrain_gpt.py --num-layers 2\n")
-    job = Job.read(script, architecture="phi-4-tiny")
+    job = read_job("torchrun pretrain_gpt.py --num-layers 2\n", tmp_path, architecture="phi-4-tiny")
     assert job.scenario is not None and job.scenario.versions == Versions()
     assert FRAMEWORKS["nemo-rl"].transformer_engine == "2.15"
 

@@ -164,8 +164,6 @@ def _notes(job: Job, scenario: Scenario, num_microbatches: int, measured_ranks: 
     """Says what the user should know of a job before its figures.
 
     Args:
-        job: As it was read.
-        scenario: What it runs.
         num_microbatches: Of the step that is asked for.
         measured_ranks: The ranks that there are, where a command measures.
     """

@@ -11,12 +11,7 @@ from memlab.jobs.job import Job
 
 
 def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = True) -> None:
-    """Declares how a job's file is read.
-
-    Args:
-        parser: Of the command.
-        takes_job: Whether the file is named with ``--job``, and not as the command's own argument.
-    """
+    """Declares how a job's file is read: by ``--job`` if `takes_job`, or else as the command's own argument."""
     parser.set_defaults(values_of_script=None)
     group = parser.add_argument_group(
         "job of another framework",

@@ -62,7 +62,6 @@ def check_new_folder(flag: str, path: Path, source: Path) -> None:
 
     Args:
         flag: What gave the path, for the message.
-        path: The folder.
         source: The folder that is copied.
 
     Raises:
@@ -110,7 +109,6 @@ def claimed_folder(folder: Path | None, *, is_of_a_rank: bool = False) -> Iterat
     the lock's file too, also after a request to terminate.
 
     Args:
-        folder: The folder.
         is_of_a_rank: Whether torchrun has started this process as one rank of several. A request to terminate then ends
             it at once: a rank that waits in a collective would not see it.
 

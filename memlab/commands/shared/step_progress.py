@@ -15,11 +15,7 @@ _SECONDS_BETWEEN_LINES = 5.0
 
 
 class ProgressLines:
-    """Prints the place that a step has reached, every five seconds: a step that is shorter prints nothing.
-
-    Args:
-        name: Of what is predicted, at the beginning of each line.
-    """
+    """Prints where the step of a name is, every five seconds: a step that is shorter prints nothing."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -43,8 +43,6 @@ def norm_weights(name: str, size: int, normalization: Normalization) -> tuple[We
 
     Args:
         name: Of the norm in the layer, up to the word ``weight``.
-        size: What it normalises.
-        normalization: The kind of norm.
     """
     words = ("weight", "bias") if normalization == "LayerNorm" else ("weight",)
     return tuple(Weight(f"{name}{word}", (size,)) for word in words)

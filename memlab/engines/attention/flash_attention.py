@@ -48,9 +48,6 @@ def flash_attention(
 
     Args:
         query: Of this rank's tokens.
-        key: Like `query`.
-        value: Like `query`.
-        scale: Of the scores.
         drop: The share of probabilities that dropout drops, which several ranks do not take.
         group: The ranks that share the sequence; None is this one alone.
         exchanges_heads: Whether these ranks exchange heads, and do not pass keys and values around.
@@ -99,8 +96,6 @@ def flash_attention_of_torch(
     Args:
         query: Shape [batch, heads, tokens, channels].
         key: The same, of as many or fewer heads.
-        value: Like `key`.
-        scale: Of the scores.
         run: Runs the kernel of forward.
         is_causal: Whether a token attends to those before it only.
         allocate: Returns what the kernel of backward allocates and frees in the place of `backward_buffers`.
@@ -126,8 +121,6 @@ def packed_flash_attention(
     Args:
         query: Shape [tokens, heads, channels].
         key: The same, of as many or fewer heads.
-        value: Like `key`.
-        scale: Of the scores.
         ends: Where the sequences end, int32 [sequences + 1] with a 0 in front.
         group: The ranks that share each sequence; None is this one alone.
 
@@ -154,10 +147,6 @@ def packed_flash_attention_of_views(
 
     Args:
         query: As `packed_flash_attention`, like the following ones.
-        key: As above.
-        value: As above.
-        scale: As above.
-        ends: As above.
         run: Runs the kernel of forward.
 
     Returns:

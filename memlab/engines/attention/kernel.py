@@ -26,8 +26,6 @@ def attend(
     Args:
         query: Shape [sequence, batch, heads, channels].
         key: The same, of as many or fewer heads.
-        value: Like `key`.
-        scale: Of the scores.
         dropped: The dropout of probabilities.
         causal: Whether a query sees only the keys up to its own place.
         window: How many keys before its own place a query sees; None is all.
@@ -185,8 +183,6 @@ def attend_each(
     Args:
         query: Shape [tokens, heads, channels].
         key: The same, of as many or fewer heads, and of other tokens if `key_lengths` says so.
-        value: Like `key`.
-        scale: Of the scores.
         lengths: Of the sequences of queries.
         key_lengths: Of those of keys; None if they are the same.
         causal: Whether a query sees only the keys up to its own place.

@@ -36,8 +36,6 @@ def unfused_attention(
     Args:
         query: Of all heads.
         key: Of as many heads or fewer.
-        value: As `key`.
-        scale: Of the scores.
         drop: Probability of attention dropout.
         overwrites_gradients: Whether backward writes the scores' gradient over that of the probabilities
             (`Versions.overwrites_gradients_of_scores`).
@@ -92,7 +90,6 @@ def has_fused_softmax(dtype: torch.dtype, num_heads: int, tokens: int) -> bool:
     """Whether TE's kernel takes scores of this type and shape (``is_kernel_available``); else torch's, in fp32.
 
     Args:
-        dtype: Of the scores.
         num_heads: Heads of this rank, times sequences of a micro-batch.
         tokens: Of a sequence.
     """

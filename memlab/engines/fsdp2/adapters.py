@@ -105,7 +105,6 @@ class PeftParameter(torch.nn.Module):
     Args:
         base_layer: The module, or the wrapper of another of its parameters.
         adapted: Which parameter it is, and the sizes of its adapter.
-        lora: The adapters' options.
     """
 
     def __init__(self, base_layer: Any, adapted: AdaptedParameter, lora: LoRA) -> None:
@@ -245,11 +244,7 @@ class _Adapter(torch.autograd.Function):
 
 
 class _FusedMlp:
-    """Takes the place of an MLP's forward: one function over its three linears.
-
-    Args:
-        mlp: With an adapter at each linear.
-    """
+    """Takes the place of an MLP's forward: one function over its three linears, each with an adapter."""
 
     def __init__(self, mlp: Any) -> None:
         self.mlp = mlp

@@ -125,10 +125,8 @@ def _sdpa(
     """Attends as ``scaled_dot_product_attention`` does on an H200: with cuDNN's kernel, in fp32 with another one.
 
     Args:
-        module: transformers' attention.
         query: Shape [batch, heads, tokens, channels].
         key: The same, of as many or fewer heads.
-        value: Like `key`.
         attention_mask: Of the keys that a query sees, bool [1, 1, tokens, tokens]; None if attention is causal.
         **options: ``scaling`` of the scores; the dropout is 0.
     """

@@ -105,7 +105,6 @@ def attend_as_te(
         query: Shape [batch, tokens, heads, channels].
         key: The same, of as many or fewer heads.
         value: As `key`, of as many or fewer channels.
-        scale: Of the scores.
         lengths: Of packed sequences, which then have a batch of 1.
         window: How many keys before its own place a query sees; None is all.
         sinks: A further score of each head, which has no value; fp32 [1, heads, 1, 1].

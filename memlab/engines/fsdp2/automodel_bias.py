@@ -27,7 +27,6 @@ def multiplied_with_bias(
     Args:
         rows: Of all experts of the rank.
         matrices: Both matrices of each expert, and then both biases.
-        counts: How many rows each expert has.
         ends: Where those of each expert end, int32.
         probabilities: With which each row counts, fp32 [rows, 1].
     """

@@ -251,7 +251,6 @@ def spread_experts(layers: list[Any], scenario: Scenario, device: str) -> Any:
     Args:
         layers: All, some of which may be dense.
         scenario: Says how many ranks share the experts.
-        device: Of the mesh.
 
     Returns:
         The mesh of the ranks that have the same experts.

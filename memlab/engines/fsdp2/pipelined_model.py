@@ -31,12 +31,7 @@ Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class PipelinedModel(ShardedModel):
-    """The stages of a rank.
-
-    Args:
-        scenario: What to build, with more than one pipeline stage.
-        place: What follows from where it is built.
-    """
+    """The stages of a rank, of a scenario with more than one."""
 
     def __init__(self, scenario: Scenario, place: BackendKind) -> None:
         self.stages: list[Any] = []

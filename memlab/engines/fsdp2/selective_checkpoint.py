@@ -42,11 +42,7 @@ def _always_kept() -> set[Any]:
 def contexts(
     recompute: AbstractContextManager[None],
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Returns the contexts of such a checkpoint's forward, and of its recomputation.
-
-    Args:
-        recompute: Entered around the recomputation too.
-    """
+    """Returns the contexts of such a checkpoint's forward, and of its recomputation, which enters `recompute` too."""
     counts = {False: 0, True: 0}
 
     def is_kept(context: Any, operation: Any, _: Any) -> bool:

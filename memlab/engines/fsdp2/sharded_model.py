@@ -32,12 +32,7 @@ LEARNING_RATE = 0.0
 
 
 class ShardedModel:
-    """A rank's part of a model.
-
-    Args:
-        scenario: What to build.
-        place: What follows from where it is built.
-    """
+    """A rank's part of a model."""
 
     def __init__(self, scenario: Scenario, place: BackendKind) -> None:
         mesh_device = "cuda" if place.on_gpu else "cpu"

@@ -58,7 +58,6 @@ def update_after_backward(
 
     Args:
         live: Whose gradients are complete.
-        labels: Where the phase is noted.
         load_for_update: Brings to the device what the update needs.
         update: In place of `update_parameters`.
     """

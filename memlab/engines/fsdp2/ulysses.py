@@ -21,7 +21,6 @@ def part_of_row(inputs: dict[str, Any], lengths: tuple[int, ...] | None, mesh: A
     Args:
         inputs: Of the whole row.
         lengths: Of its sequences; None is one.
-        mesh: Of the ranks that share it.
     """
     tokens = inputs["input_ids"].shape[1]
     places = [torch.arange(length, device="cpu") for length in lengths or (tokens,)]
@@ -35,7 +34,6 @@ def whole_rows(tensors: tuple[torch.Tensor, ...], group: Any) -> tuple[torch.Ten
 
     Args:
         tensors: Shape [batch, own tokens, heads, channels]; heads of keys are copied where there are fewer than ranks.
-        group: Of the ranks that share the row.
     """
     copies = max(group.size() // tensors[1].shape[_HEADS], 1)
     keys = (each.repeat_interleave(copies, _HEADS) if copies > 1 else each for each in tensors[1:])

@@ -36,8 +36,6 @@ def add_adapters(model: GPTModel, scenario: Scenario, provider: Any, chunk: int)
 
     Args:
         model: Before Megatron's DDP wraps it, so that only adapters are in its buffers.
-        scenario: With adapters.
-        provider: Of the classes of linears.
         chunk: Which of the chunks of the rank's pipeline stage it is.
     """
     lora = scenario.state.lora
@@ -95,12 +93,8 @@ class AdaptedLinear(torch.nn.Module):
     """A frozen linear and its adapter, whose outputs are added.
 
     Args:
-        to_wrap: The linear.
         weight: What the linear's weight is in the whole model.
         rows: Those of each part that has an adapter of its own; of a whole linear none.
-        lora: Kind, rank, scale and dropout.
-        config: Of the model.
-        provider: Of the classes of linears.
     """
 
     def __init__(
@@ -162,8 +156,6 @@ class Adapter(torch.nn.Module):
 
     Args:
         weight: What the weight of the adapted linear is in the whole model.
-        lora: Rank, scale and dropout.
-        config: Of the model.
         gathers: Whether it gathers its input under sequence parallelism, where the linear does not.
     """
 
@@ -232,8 +224,6 @@ class CanonicalAdapter(torch.nn.ModuleDict):
     Args:
         weight: What the weight of the fused linear is in the whole model.
         rows: Those of each part.
-        lora: Rank, scale and dropout.
-        config: Of the model.
         gathers: As of each `Adapter`.
     """
 
@@ -276,10 +266,7 @@ class GroupedAdapter(torch.nn.Module):
     experts at once where all sizes are multiples of 8. Megatron-Bridge does so on GPUs only, memlab on each backend.
 
     Args:
-        to_wrap: The experts' linear.
         weight: What the weight of one of them is.
-        lora: Rank, scale and dropout.
-        config: Of the model.
     """
 
     def __init__(self, to_wrap: torch.nn.Module, weight: Weight, lora: LoRA, config: TransformerConfig) -> None:
@@ -346,11 +333,7 @@ class EngineAdapter(torch.nn.Module):
     In FP8 they compute in FP8 too, unless the model's parameters are in FP8.
 
     Args:
-        to_wrap: The adapted linear.
         weight: What its weight is in the whole model.
-        lora: Rank, scale and dropout.
-        config: Of the model.
-        provider: Of the classes of linears.
     """
 
     def __init__(

@@ -27,7 +27,6 @@ def apply(live: LiveModel, settings: MemorySettings) -> None:
 
     Args:
         live: The model; it is unchanged if the settings are refused.
-        settings: What to set.
 
     Raises:
         ValueError: If the settings break a rule on this model.

@@ -150,7 +150,6 @@ def build_model(scenario: Scenario, provider: type, settings: MemorySettings) ->
     """Builds the model in the process group that this process has joined; its weights are those of the seed.
 
     Args:
-        scenario: What to build.
         provider: A `BackendSpecProvider` class, in the place of Megatron's ``TESpecProvider``.
         settings: Recompute and offload settings to build with; `apply_settings.apply` changes them on the live model.
 

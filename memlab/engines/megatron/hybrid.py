@@ -80,9 +80,7 @@ def hybrid_model(scenario: Scenario, config: TransformerConfig, provider: type, 
 
     Args:
         scenario: Of a model with a pattern of layers.
-        config: Megatron's.
         provider: Of the classes of linears, norms and attention; without a GPU it is memlab's, and the kernels too.
-        chunk: The number of the chunk.
         place: ``vp_stage``, where stages are interleaved.
     """
     model = scenario.architecture

@@ -22,7 +22,6 @@ def recover(live: LiveModel, settings: MemorySettings, error: BaseException) -> 
     """Undoes what a step leaves behind when it does not reach its end.
 
     Args:
-        live: The model.
         settings: The current ones; they are applied again, so that Megatron's offload manager restarts.
         error: What ended the step; `release_tensors` is applied to it.
     """

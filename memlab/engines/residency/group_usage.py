@@ -20,12 +20,7 @@ _FUSED_KERNELS = "transformer_engine.pytorch.optimizers.multi_tensor_apply"
 
 
 class GroupUse(TorchDispatchMode):
-    """Notes, in `watching`, which groups' storages are among the arguments of each operation.
-
-    Args:
-        labels: Know the phase.
-        groups: Group to its tensors.
-    """
+    """Notes, in `watching`, which groups' storages are among the arguments of each operation."""
 
     def __init__(self, labels: Labels, groups: Mapping[str, list[torch.Tensor]]) -> None:
         super().__init__()

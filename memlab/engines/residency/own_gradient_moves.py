@@ -23,7 +23,6 @@ class OwnGradientMoves(Residency):
     """Transfers of gradients that the reader wrote; parameters and optimizer state are transferred as always.
 
     Args:
-        groups: Of the model.
         buffers: DDP's buffers, each with the name of the list that it is in.
         release: Frees the gradients' memory.
         load: Gives it back, zeroed.

@@ -82,9 +82,6 @@ class Residency:
     def offload(self, groups: Collection[str]) -> dict[str, int]:
         """Offloads groups to the host.
 
-        Args:
-            groups: Some of `GROUPS`.
-
         Returns:
             Device bytes freed by each group; groups that were on the host already are left out.
         """
@@ -112,9 +109,6 @@ class Residency:
     @torch.no_grad()  # Megatron lets the CPU optimizer's fp32 copies require gradients
     def load(self, groups: Collection[str] = GROUPS) -> dict[str, int]:
         """Loads groups back to the device: copies of parameters and optimizer state, gradients as zeros.
-
-        Args:
-            groups: Some of `GROUPS`.
 
         Returns:
             Device bytes allocated by each group; empty if all were on the device.

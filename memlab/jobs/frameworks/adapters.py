@@ -63,7 +63,6 @@ def adapter_keys(prefix: str, rank_key: str = "rank", **defaults: Any) -> tuple[
 
     Args:
         prefix: Of the section.
-        rank_key: The key of the rank in it.
         **defaults: The framework's own, by the fields of `LoRA`; a key without one does not exist there.
     """
     rows = {

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import replace
 from typing import Any
 
 from memlab.config.architectures import Architecture
 from memlab.config.families import FAMILIES
+from memlab.config.hugging_face import model_type_of
 from memlab.config.pipeline_layout import FIELD
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
@@ -52,6 +54,7 @@ from memlab.jobs.frameworks.fsdp2 import (
     take_types,
 )
 from memlab.jobs.frameworks.keys import (
+    ABSENT,
     COUNT,
     LONG_DTYPE,
     SWITCH,
@@ -66,6 +69,7 @@ from memlab.jobs.frameworks.lines import yaml_lines
 from memlab.jobs.frameworks.megatron_lm import named
 from memlab.jobs.frameworks.towers import drop_images
 from memlab.jobs.frameworks.without_effect import keys_without_effect
+from memlab.jobs.model import architecture_written_out
 
 _RECIPES = ("TrainFinetuneRecipeForNextTokenPrediction", "BenchmarkingRecipeForNextTokenPrediction")
 _CAUSAL = "NeMoAutoModelForCausalLM"
@@ -144,16 +148,7 @@ _OFFLOAD = Conversion(
     lambda value: str(value).endswith("CPUOffloadPolicy"), lambda value: _POLICY_ON_HOST if value else None
 )
 
-KEYS = (
-    Key("model.pretrained_model_name_or_path", "architecture", TEXT),
-    Key("model.config", "architecture", TEXT),
-    Key("model.config.pretrained_model_name_or_path", "architecture", TEXT),
-    Key("model.config.name_or_path", "architecture", TEXT),
-    Key("model.num_hidden_layers", "num_layers", WHOLE),
-    Key("model.config.num_hidden_layers", "num_layers", WHOLE),
-    Key("model.torch_dtype", "shards", _STORAGE, "auto"),
-    Key("model.dtype", "shards", _STORAGE),
-    Key("model.force_hf", "is_of_transformers", SWITCH, False),
+_DISTRIBUTED = (
     Key("distributed.strategy", "strategy", TEXT, "fsdp2"),
     Key("distributed.dp_size", "data_ranks", _SIZE, None),
     Key("distributed.dp_replicate_size", "dp_replicate_size", _SIZE, None),
@@ -170,6 +165,30 @@ KEYS = (
     Key("distributed.fsdp2_backward_prefetch_depth", "fsdp2_backward_prefetch_depth", WHOLE, 2),
     Key(f"{_POLICY}.param_dtype", "compute", LONG_DTYPE, "bf16"),
     Key(f"{_POLICY}.reduce_dtype", "reduced", LONG_DTYPE, "fp32"),
+)
+_OF_DIFFUSION = (
+    *(
+        replace(key, name=f"fsdp{key.name.removeprefix('distributed')}", default=ABSENT)
+        for key in _DISTRIBUTED
+        if "policy" not in key.name
+    ),
+    Key("fsdp.cpu_offload", "fsdp_cpu_offload", SWITCH),
+    Key("fsdp.reduce_dtype", "reduced", LONG_DTYPE),
+)
+"""The section of a recipe for diffusion that the parser of ``distributed`` reads too, with defaults of its own
+(``_build_diffusion_parallel_manager_args`` in recipes/diffusion/train.py)."""
+KEYS = (
+    Key("model.pretrained_model_name_or_path", "architecture", TEXT),
+    Key("model.config", "architecture", TEXT),
+    Key("model.config.pretrained_model_name_or_path", "architecture", TEXT),
+    Key("model.config.name_or_path", "architecture", TEXT),
+    Key("model.num_hidden_layers", "num_layers", WHOLE),
+    Key("model.config.num_hidden_layers", "num_layers", WHOLE),
+    Key("model.torch_dtype", "shards", _STORAGE, "auto"),
+    Key("model.dtype", "shards", _STORAGE),
+    Key("model.force_hf", "is_of_transformers", SWITCH, False),
+    *_DISTRIBUTED,
+    *_OF_DIFFUSION,
     Key("step_scheduler.local_batch_size", "micro_batch_size", COUNT, 1),
     Key("step_scheduler.global_batch_size", "global_batch_size", COUNT, 32),
     Key("packed_sequence.packed_sequence_size", "packed_tokens", WHOLE, 0),
@@ -207,6 +226,7 @@ FRAMEWORK_MISSING = (
             "has buffers of its own"),
     Missing(_PACKING_STRATEGY, "more", "attention has a mask of packed sequences",
             lambda value: value != "thd"),
+    Missing("fsdp.enable_compile", "either", "compiled layers keep other tensors"),
     Missing("compile.enabled", "either", "compiled layers keep other tensors"),
     Missing("fp8.enabled", "either", "matrices are multiplied in FP8"),
     Missing("qat.enabled", "more", "fake quantization adds tensors to each matrix"),
@@ -230,6 +250,7 @@ FRAMEWORK_MISSING = (
 def complete(reading: Reading) -> None:
     """Derives what trains, ranks, types, lengths, checkpoints and the optimizer."""
     values = reading.values
+    _take_written_sizes(reading)
     _refuse(reading)
     if has_tower(reading):
         take_tower(reading)
@@ -264,6 +285,31 @@ def complete(reading: Reading) -> None:
     reading.take_back("has_no_adapters")
     take_automodel_adapters(reading, "peft", is_on=_trains_adapters(reading))
     _take_release(reading)
+
+
+def _take_written_sizes(reading: Reading) -> None:
+    """Takes the model of which a recipe writes out the configuration, for a class of transformers."""
+    start = "model.config."
+    kind = model_type_of(str(reading.get(f"{start}_target_", default="")))
+    if kind is None:
+        return
+    config: dict[str, Any] = {}
+    for key, entry in reading.entries.by_key.items():
+        name, _, part = key.removeprefix(start).partition(".")
+        if not key.startswith(start):
+            continue
+        reading.known.add(key)
+        reading.without_effect[key] = "memlab took the model from its configuration as a whole"
+        if part:
+            config.setdefault(name, {})[part] = entry.value
+        else:
+            config[name] = entry.value
+    try:
+        reading.architecture = architecture_written_out(config | {"model_type": kind}, reading.path.stem)
+    except ValueError as error:
+        reading.blocked["model"].append(f"{start}_target_: {error}")
+        return
+    reading.take(f"{start}_target_", "architecture", reading.architecture.name)
 
 
 def _take_release(reading: Reading) -> None:
@@ -308,6 +354,8 @@ def _take_least(reading: Reading, optimizer: str) -> None:
 def _refuse(reading: Reading) -> None:
     """Notes what the engine does not have: of these, no number would be near."""
     values, by_key = reading.values, reading.entries.by_key
+    if any(key.startswith("flow_matching.") for key in by_key):
+        _take_defaults_of_diffusion(reading)
     has_images = has_tower(reading)
     for key in ("recipe", "recipe._target_"):
         name = str(reading.get(key, default=_RECIPES[0])).rpartition(".")[2]
@@ -327,6 +375,17 @@ def _refuse(reading: Reading) -> None:
     if values.pop("strategy") not in (None, "fsdp2"):
         block(reading, "distributed.strategy", "strategies other than fsdp2")
     refuse_schedules(reading)
+
+
+def _take_defaults_of_diffusion(reading: Reading) -> None:
+    given = {one.field for one in reading.taken if one.place != "default"}
+    for key, field, value in (
+        ("fsdp.activation_checkpointing", "checkpointing", "full"),
+        ("fsdp.enable_fsdp2_prefetch", "gathers_ahead", True),
+    ):
+        if field not in given:
+            reading.take_back(field)
+            reading.take(key, field, value)
 
 
 def _drop_keys_of_other_ranks(reading: Reading) -> None:

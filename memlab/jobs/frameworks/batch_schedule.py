@@ -16,8 +16,6 @@ def take_batch(reading: Reading, prefix: str = "", *, has_schedule: bool = True)
     """Takes the largest global batch of a schedule, and whether one is made smaller so that micro-batches divide it.
 
     Args:
-        reading: The job.
-        prefix: Of the framework's keys.
         has_schedule: Whether the framework passes a schedule on.
     """
     key, ramp, decreases, whole = (prefix + name for name in _KEYS)

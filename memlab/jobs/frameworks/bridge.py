@@ -432,7 +432,6 @@ def _complete_adapters(reading: Reading, *, knows_recipe: bool) -> None:
     """Takes the adapters of the section ``peft``, with the defaults of Megatron-Bridge's ``LoRA``.
 
     Args:
-        reading: Of the job.
         knows_recipe: Whether memlab knows what the recipe says of them: most recipes have other values than the class.
     """
     kind, values = reading.get("peft"), reading.values
@@ -695,16 +694,18 @@ def cannot_write(scenario: Scenario, _: MemorySettings) -> dict[str, str]:
 def _render(values: dict[str, Any]) -> list[str]:
     """Writes YAML; a tensor parallel size has sequence parallelism beside it, which providers leave off by default.
 
-    The distributed optimizer is on where one section has it on, so it is written into both. The precision-aware
-    optimizer needs it in its own section, which is validated before the sections are compared (training/config.py).
+    The distributed optimizer, and the overlap of its gathers, are on where one section has them on, so they are written
+    into both. The precision-aware optimizer needs the first in its own section, which is validated before the sections
+    are compared (training/config.py).
     """
     is_split = (values.get("model.tensor_model_parallel_size") or 1) > 1
     beside: dict[str, Any] = {"model.sequence_parallel": True} if is_split else {}
-    option = "use_distributed_optimizer"
+    sections = ("ddp", "optimizer")
+    for option in ("use_distributed_optimizer", "overlap_param_gather"):
+        written = [values[f"{one}.{option}"] for one in sections if f"{one}.{option}" in values]
+        beside |= {f"{one}.{option}": value for one in sections for value in written}
     if values.get("optimizer.use_precision_aware_optimizer"):
-        beside[f"optimizer.{option}"] = True
-    elif f"optimizer.{option}" in values:
-        beside[f"ddp.{option}"] = values[f"optimizer.{option}"]
+        beside["optimizer.use_distributed_optimizer"] = True
     return yaml_lines(values | beside)
 
 

@@ -83,6 +83,8 @@ class Reading:
     warnings: list[str] = field(default_factory=list)
     questions: list[str] = field(default_factory=list)
     """What the user has to decide before memlab can predict the job, in whole sentences."""
+    architecture: Architecture | None = None
+    """The model, where the file writes out its configuration."""
     rollout: Rollout | None = None
     """What a job of reinforcement learning does between training steps."""
     most_micro_batches: int | None = 0
@@ -268,6 +270,9 @@ class Framework:
     configurations: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Names of the framework's own configurations, each with the keys whose values are other ones than the defaults of
     `keys`."""
+    examples: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The same of configurations in the framework's repository from which users start jobs; memlab takes these only
+    where the file itself is not there."""
     folder_of_configurations: str = ""
     """Where a checkout has them."""
     configuration_of: dict[str, str] = field(default_factory=dict)

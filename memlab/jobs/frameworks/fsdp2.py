@@ -180,7 +180,6 @@ def take_peft(reading: Reading, key: str, *, adapts_experts: bool) -> None:
     ``tuners/tuners_utils.py``, 0.21.2).
 
     Args:
-        reading: Of the job.
         key: By which adapters that memlab has none of are named.
         adapts_experts: Whether the job's PEFT adapts experts that are one parameter, as it does since 0.20.
     """
@@ -249,7 +248,6 @@ def take_adapters(
         reading: Of the job; its values have the adapters' other fields, and no rank where there are none.
         key: By which they are named.
         targets: Names or patterns of the linears that have adapters; none is all that are not excluded.
-        excluded: Those that have none.
         lacks: What memlab lacks of these, in phrases.
     """
     values, reasons = reading.values, [*lacks]
@@ -356,7 +354,6 @@ def take_fused_adam(reading: Reading, section: str) -> None:
     """Takes what FusedAdam keeps, of a job that memlab does not predict: with other types than fp32 it has none of it.
 
     Args:
-        reading: Of the job.
         section: The prefix of the optimizer's arguments.
     """
     for name, (field, conversion) in _OF_FUSED_ADAM.items():

@@ -214,6 +214,12 @@ FLAGS_MISSING = (
         "spec", "either", "layers of the job's own specification are another model",
         lambda value: bool(value) and not is_of_hybrids(value), blocks=True,
     ),
+    Missing(
+        "attention_head_type",
+        "less",
+        "BigCode's fork has one head of keys and values for all heads of queries, and memlab takes one for each",
+        lambda value: value == "multiquery",
+    ),
     Missing("disable_mamba_mem_eff_path", "more", "Mamba's convolution and scan keep their own inputs"),
     *(
         Missing(name, "either", "layers of different shapes are another model", is_given, blocks=True)
@@ -278,12 +284,7 @@ def complete(reading: Reading) -> None:
 
 
 def warn_of_offload(reading: Reading, title: str) -> None:
-    """Warns of offloaded activations beside which Transformer Engine offloads weights too.
-
-    Args:
-        reading: Of the job.
-        title: Of the framework.
-    """
+    """Warns of offloaded activations beside which Transformer Engine offloads weights too."""
     name, entries = "NVTE_CPU_OFFLOAD_V1", reading.entries
     of_file = (entries.get(f"{section}.{name}") for section in ("env_vars", "ENV_VARS"))
     if reading.values.get("fine_grained_activation_offloading") and "1" not in (
@@ -302,6 +303,9 @@ def check_arguments(reading: Reading) -> None:
         CannotStartError: If one refuses the job.
     """
     values = reading.values
+    if reading.entries.file_for_flags:
+        check_flags(reading)
+        return
     for name, instead in _NO_LONGER_TAKEN.items():
         if reading.get(name):
             raise CannotStartError(
@@ -492,7 +496,6 @@ def check_backend(reading: Reading, default: str) -> None:
     ``local`` are all 0.
 
     Args:
-        reading: The job.
         default: The framework's backend if the job gives none.
 
     Raises:

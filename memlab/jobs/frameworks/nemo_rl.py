@@ -5,6 +5,7 @@ Names and defaults: ``examples/configs/grpo_math_1B.yaml`` and ``nemo_rl/models/
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from memlab.config.architectures import Architecture
 from memlab.config.rollout import Sender
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.adapters import OF_BRIDGE, adapter_keys, complete_adapters, lacks_of_section, of_one_kind
 from memlab.jobs.frameworks.bridge_keys import REPLACED, drop_fused_rope, model_without_effect
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
@@ -67,6 +69,7 @@ from memlab.jobs.frameworks.reinforcement import (
     drop_frozen_parts,
     is_packed,
     note_replaced_values,
+    row_of_budget,
     sglang_arguments,
     take_rollout,
     take_rows,
@@ -298,7 +301,7 @@ def complete(reading: Reading) -> None:
         _take_mask(reading, is_dynamic=is_dynamic)
     per_micro_batch = longest * values["micro_batch_size"]
     packed, dynamic = values.pop("packed_tokens", None), values.pop("dynamic_tokens", None)
-    of_log_probs, rows = rows_of_pass(values, longest, is_packed=is_packed_row, is_dynamic=is_dynamic)
+    of_log_probs, rows = rows_of_pass(reading, longest, is_packed=is_packed_row, is_dynamic=is_dynamic)
     take_phases(reading, per_node, of_log_probs, rows, is_colocated=is_colocated, generates=generates)
     if is_packed_row or is_dynamic:
         key = f"policy.{'sequence_packing' if is_packed_row else 'dynamic_batching'}.train_mb_tokens"
@@ -335,13 +338,23 @@ def _take_mask(reading: Reading, *, is_dynamic: bool) -> None:
         reading.take(key, "create_attention_mask", value=True)
 
 
-def rows_of_pass(values: dict[str, Any], longest: int, *, is_packed: bool, is_dynamic: bool) -> tuple[int, int]:
-    """Returns the tokens of a row, and the rows, of a pass for log-probabilities."""
+def rows_of_pass(reading: Reading, longest: int, *, is_packed: bool, is_dynamic: bool) -> tuple[int, int]:
+    """Returns the tokens of a row, and the rows, of a pass for log-probabilities.
+
+    All sequences of a generation are in one pass, and a row may have any of them (``get_logprobs`` in
+    nemo_rl/models/policy/lm_policy.py, 7ea279ab).
+    """
+    values = reading.values
     rows = values.pop("log_prob_micro_batch_size") or values["micro_batch_size"]
     of_packed, of_dynamic = values.pop("log_prob_packed_tokens", None), values.pop("log_prob_dynamic_tokens", None)
-    if is_packed or is_dynamic:
-        return (of_packed if is_packed else of_dynamic) or longest * rows, 1
-    return longest, rows
+    if not is_packed and not is_dynamic:
+        return longest, rows
+    # The budget counts tokens before context parallel ranks share them.
+    context = values.get("context_parallel_size") or 1
+    tokens = -(-((of_packed if is_packed else of_dynamic) or longest * rows) // context)
+    counts = [reading.get(f"grpo.num_{kind}") for kind in ("prompts_per_step", "generations_per_prompt")]
+    sequences = math.prod(counts) if all(is_whole_number(count) for count in counts) else None
+    return row_of_budget(reading, tokens, longest, sequences, is_refused=is_packed)[1], 1
 
 
 def compares(reading: Reading) -> bool:
@@ -372,13 +385,9 @@ def take_phases(
     """Takes what the job does between training steps.
 
     Args:
-        reading: Of the job.
         per_node: Ranks of the training on a node.
         seq_length: Tokens of a row for log-probabilities.
-        rows: Of such a pass.
         is_colocated: Whether the inference engine has the training's GPUs.
-        generates: Whether the job has one.
-        sender: As in `Rollout`.
     """
     values = reading.values
     bucket = values.pop("bucket", None)
@@ -756,6 +765,51 @@ def _is_a_job(words: list[str]) -> bool:
     return bool(programs) and (has_keys or ("--config" in words and "examples/" in programs[0]))
 
 
+_OF_8B = {
+    "policy.model_name": "meta-llama/Llama-3.1-8B-Instruct",
+    "policy.train_micro_batch_size": 1,
+    "policy.logprob_batch_size": 4,
+    "policy.max_total_sequence_length": 4096,
+    "grpo.num_prompts_per_step": 64,
+    "grpo.num_generations_per_prompt": 32,
+    "cluster.gpus_per_node": 8,
+}
+_OF_MEGATRON = {"policy.dtensor_cfg.enabled": False, "policy.megatron_cfg.enabled": True}
+_OF_70B = {
+    **_OF_8B,
+    **_OF_MEGATRON,
+    "policy.model_name": "meta-llama/Llama-3.3-70B-Instruct",
+    "policy.logprob_batch_size": 1,
+    "policy.megatron_cfg.tensor_model_parallel_size": 4,
+    "policy.megatron_cfg.pipeline_model_parallel_size": 4,
+    "policy.make_sequence_length_divisible_by": 4,
+    "policy.generation.vllm_cfg.tensor_parallel_size": 8,
+    "cluster.num_nodes": 8,
+}
+_OF_30B = {
+    **_OF_8B,
+    **_OF_MEGATRON,
+    "policy.model_name": "Qwen/Qwen3-30B-A3B",
+    "policy.megatron_cfg.tensor_model_parallel_size": 2,
+    "policy.megatron_cfg.expert_model_parallel_size": 8,
+    "policy.megatron_cfg.sequence_parallel": True,
+    "policy.megatron_cfg.env_vars.PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
+    "policy.sequence_packing.enabled": False,
+    "policy.make_sequence_length_divisible_by": 2,
+    "policy.generation.vllm_cfg.tensor_parallel_size": 4,
+    "policy.generation.vllm_cfg.gpu_memory_utilization": 0.7,
+    "cluster.num_nodes": 8,
+}
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "grpo_math_1B": {"policy.model_name": "Qwen/Qwen2.5-1.5B"},
+    "grpo_math_1B_megatron": {"policy.model_name": "Qwen/Qwen2.5-1.5B"} | _OF_MEGATRON,
+    "grpo_math_8B": _OF_8B | {"policy.logprob_batch_size": 2},
+    "grpo_math_8B_megatron": _OF_8B | _OF_MEGATRON | {"policy.megatron_cfg.pipeline_model_parallel_size": 2},
+    "grpo_math_70B_megatron": _OF_70B,
+    "grpo_math_qwen30ba3b_megatron": _OF_30B,
+}
+"""``examples/configs`` of 7ea279ab, beside the defaults of the keys, which are those of grpo_math_1B.yaml."""
+
 NEMO_RL = Framework(
     name="nemo-rl",
     title="NeMo-RL",
@@ -802,4 +856,6 @@ NEMO_RL = Framework(
     ),
     cannot_write_of=cannot_write,
     render=yaml_lines,
+    examples=EXAMPLES,
+    configuration_of={"run_grpo": "grpo_math_1B", "run_grpo_math": "grpo_math_1B"},
 )

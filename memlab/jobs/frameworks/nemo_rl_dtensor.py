@@ -220,7 +220,7 @@ def complete(reading: Reading) -> None:
     else:
         reading.miss("loss_fn", "either", "NeMo-RL computes log-probabilities in fp32, in another order")
     longest, is_packed, is_dynamic = take_longest(reading), values["is_packed"], values["is_dynamic"]
-    of_log_probs, rows = rows_of_pass(values, longest, is_packed=is_packed, is_dynamic=is_dynamic)
+    of_log_probs, rows = rows_of_pass(reading, longest, is_packed=is_packed, is_dynamic=is_dynamic)
     # ``unshard_fsdp2_model`` in dtensor_policy_worker.py, and ``use_reference_model`` in both versions.
     values["gathers_model_for_passes"] = generates and not is_version_2
     values["host_copies_of_shards"] = 2 * (generates and compares(reading))

@@ -205,6 +205,43 @@ _OF_RANKS: tuple[_Rule, ...] = (
     _excludes("deterministic_mode", "cross_entropy_loss_fusion"),
 )
 """Of Megatron-LM's arguments, and of Megatron-Bridge."""
+_DISTRIBUTES_ALONE: _Rule = (
+    lambda job: (
+        job.entries.get("distribute_saved_activations")
+        and (_ranks(job, "tensor_model") == 1 or job.values.get("recompute_granularity") != "full")
+    ),
+    "distribute_saved_activations without full recompute over tensor parallel ranks",
+    *("leave distribute_saved_activations out", "recompute_granularity"),
+)
+_LOSS_IN_FP16: _Rule = (
+    lambda job: job.entries.get("fp16_lm_cross_entropy") and not job.entries.get("fp16"),
+    *("fp16_lm_cross_entropy without fp16", "leave fp16_lm_cross_entropy out", "dtype"),
+)
+
+
+def _has_one_connection(job: Reading) -> bool:
+    """Whether the job's own environment, or that of its recipe, keeps collectives and kernels in one queue."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    of_file = [job.entries.get(f"{section}.{name}") for section in ("env_vars", "ENV_VARS")]
+    return "1" in (job.entries.environment.get(name), *map(str, of_file))
+
+
+def _refuses_one_connection(*keys: str) -> tuple[_Rule, ...]:
+    """Returns the rules of an environment with which FSDP does not start (Megatron-LM since core 0.12)."""
+    return tuple(
+        (
+            lambda job, key=key: (
+                job.entries.get(key) is True
+                and job.entries.get("ddp.megatron_fsdp_version") != 2
+                and _has_one_connection(job)
+            ),
+            f"{key} with CUDA_DEVICE_MAX_CONNECTIONS 1 in its environment",
+            *("leave that variable out, or export another number, such as 32", key),
+        )
+        for key in keys
+    )
+
+
 _OF_ARGUMENTS: tuple[_Rule, ...] = (
     _excludes("group_query_attention", "multi_latent_attention"),
     (
@@ -257,18 +294,9 @@ _OF_ARGUMENTS: tuple[_Rule, ...] = (
         "fp8_param_gather without the distributed optimizer",
         *("switch use_distributed_optimizer on, or leave fp8_param_gather out", "fp8_param_gather"),
     ),
-    (
-        lambda job: (
-            job.entries.get("distribute_saved_activations")
-            and (_ranks(job, "tensor_model") == 1 or job.values.get("recompute_granularity") != "full")
-        ),
-        "distribute_saved_activations without full recompute over tensor parallel ranks",
-        *("leave distribute_saved_activations out", "recompute_granularity"),
-    ),
-    (
-        lambda job: job.entries.get("fp16_lm_cross_entropy") and not job.entries.get("fp16"),
-        *("fp16_lm_cross_entropy without fp16", "leave fp16_lm_cross_entropy out", "dtype"),
-    ),
+    _DISTRIBUTES_ALONE,
+    _LOSS_IN_FP16,
+    *_refuses_one_connection("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"),
     (
         lambda job: job.entries.get("attention_backend") == "local" and job.entries.get("spec") is None,
         "attention_backend local without --spec local",
@@ -304,6 +332,37 @@ _OF_SCHEDULES = (
     *(_excludes("train_samples", one) for one in ("lr_decay_iters", "lr_warmup_iters")),
 )
 """The same, of what it completes itself before it prints a log."""
+_OF_YAML: tuple[_Rule, ...] = (
+    *_OF_SCHEDULES,
+    _excludes("train_iters", "rampup_batch_size"),
+    *(_excludes("lr_warmup_fraction", f"lr_warmup_{unit}") for unit in ("iters", "samples")),
+    *(_needs("overlap_param_gather", one) for one in ("use_distributed_optimizer", "overlap_grad_reduce")),
+    *(_excludes(one, f"encoder_{one}") for one in ("num_layers", "seq_length")),
+    _excludes("bf16", "fp16"),
+    _excludes("num_experts", "spec"),
+    _needs("tp_comm_overlap", "sequence_parallel"),
+    _needs("moe_grouped_gemm", "bf16"),
+    _needs("save", "save_interval"),
+    _DISTRIBUTES_ALONE,
+    _LOSS_IN_FP16,
+    (
+        lambda job: (
+            job.entries.get("num_layers_per_virtual_pipeline_stage") is not None and _ranks(job, "pipeline_model") < 3
+        ),
+        "num_layers_per_virtual_pipeline_stage with fewer than three pipeline stages",
+        *("leave it out, or give more stages", "virtual_pipeline_model_parallel_size"),
+    ),
+    (
+        lambda job: (
+            job.entries.get("sequence_parallel")
+            and _ranks(job, "tensor_model") > 1
+            and job.entries.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "1") != "1"
+        ),
+        "sequence_parallel with another number than 1 for CUDA_DEVICE_MAX_CONNECTIONS",
+        *("export CUDA_DEVICE_MAX_CONNECTIONS=1", "sequence_parallel"),
+    ),
+)
+"""``validate_yaml`` (megatron/training/yaml_arguments.py), which takes the place of ``validate_args``."""
 
 
 def _has_local_graphs_of_layers(job: Reading) -> bool:
@@ -312,6 +371,13 @@ def _has_local_graphs_of_layers(job: Reading) -> bool:
     scopes = [job.entries.get(f"{section}cuda_graph_{name}") for name in ("scope", "modules")]
     is_other = "full_iteration" in str(scopes) or job.entries.get(f"{section}inference_cuda_graph_scope")
     return _value(job, "cuda_graph_impl") == "local" and not is_other
+
+
+def _saves_or_loads(job: Reading) -> bool:
+    """Whether a job of Megatron-Bridge has a folder of checkpoints, as each of its recipes does (recipes/common.py)."""
+    keys = [f"checkpoint.{name}" for name in ("save", "load")]
+    given = [job.entries.by_key[key].value is not None for key in keys if key in job.entries.by_key]
+    return any(given) or (bool(job.entries.recipe) and len(given) < len(keys))
 
 
 _OF_BRIDGE: tuple[_Rule, ...] = (
@@ -335,12 +401,13 @@ _OF_BRIDGE: tuple[_Rule, ...] = (
     (
         lambda job: (
             any(job.entries.get(f"{section}.use_megatron_fsdp") for section in ("ddp", "dist"))
-            and any(job.entries.get(f"checkpoint.{name}") for name in ("save", "load"))
+            and _saves_or_loads(job)
             and job.entries.get("checkpoint.ckpt_format") != "fsdp_dtensor"
         ),
         "use_megatron_fsdp with checkpoints in another format",
         *("give checkpoint.ckpt_format fsdp_dtensor", "ckpt_format"),
     ),
+    *_refuses_one_connection("ddp.use_megatron_fsdp", "dist.use_megatron_fsdp"),
     (
         _has_local_graphs_of_layers,
         "cuda_graph_impl local for graphs of layers",
@@ -394,9 +461,7 @@ def check_core(reading: Reading, architecture: Architecture | None, engine: Engi
     """Checks rules of ``TransformerConfig``, which only jobs of Megatron have.
 
     Args:
-        reading: Of a job.
         architecture: The job's own; None if another one takes its place.
-        engine: The job's.
 
     Raises:
         CannotStartError: If one refuses the job.
@@ -418,6 +483,9 @@ def check_flags(reading: Reading) -> None:
     Raises:
         CannotStartError: If one refuses the job.
     """
+    if reading.entries.file_for_flags:
+        _check(reading, _OF_YAML, "Megatron-LM refuses with --yaml-cfg")
+        return
     is_log = "add_bias_linear" in reading.entries.by_key  # which has the flags' destinations
     rules = _OF_ARGUMENTS if is_log else (*_OF_ARGUMENTS, *_OF_SCHEDULES)
     _check(reading, rules, "the arguments of Megatron-LM refuse")

@@ -99,12 +99,7 @@ def framework_of_keys(keys: Iterable[str]) -> str | None:
 
 
 def table_of(name: str, values: dict[str, Any]) -> Framework:
-    """Returns the table of a framework for the engine that a job chooses.
-
-    Args:
-        name: The framework's.
-        values: Of the job, by key.
-    """
+    """Returns the table of a framework for the engine that a job chooses by its values."""
     return next((one for chooses, one in _OF_OTHER_ENGINES.get(name, ()) if chooses(values)), TABLES[name])
 
 
@@ -122,7 +117,6 @@ def framework_named(name: str, others: Iterable[str] = ()) -> Framework:
     """Returns the framework of a name.
 
     Args:
-        name: The framework's.
         others: Names that the caller takes too.
 
     Raises:

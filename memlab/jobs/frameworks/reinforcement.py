@@ -100,25 +100,19 @@ def take_rows(
         entry = reading.entries.by_key.get(key)
         place = "the default of other keys" if entry is None else entry.place
         raise refusal(place, key, tokens_per_rank, "must be at least 1")
-    (unit, unit_of_row), context = _units(reading), values.get("context_parallel_size") or 1
-    # A row is filled with padded sequences up to the budget, and then padded itself.
-    filled = max(1, tokens_per_rank * context // unit) * unit
-    if longest and sequences:
-        of_row = math.ceil(sequences / copies(reading)) if are_shared_evenly else sequences
-        # A step whose sequences do not fill the budget has smaller rows, however long its sequences are.
-        filled = min(filled, of_row * max(1, -(-longest // unit)) * unit)
-    row = -(-filled // unit_of_row) * unit_of_row
-    if longest and longest > row and is_refused:
-        reading.warnings.append(
-            f"{key}: the longest sequence has {longest:,} tokens, and a row {row:,}: memlab predicts rows of {row:,} "
-            "tokens, since the job stops at a longer sequence"
+    (unit, _), context = _units(reading), values.get("context_parallel_size") or 1
+    full = row_of_budget(reading, tokens_per_rank)[1]
+    among = of_one_copy(reading, sequences) if are_shared_evenly else sequences
+    filled, row = row_of_budget(reading, tokens_per_rank, longest, among, is_refused=is_refused)
+    if longest and longest > full:
+        instead = (
+            f"rows of {row:,} tokens, since the job stops at a longer sequence"
+            if is_refused
+            else "rows of the longest sequence alone, as the framework makes them"
         )
-    elif longest and longest > row:
         reading.warnings.append(
-            f"{key}: the longest sequence has {longest:,} tokens, and a row {row:,}: memlab predicts rows of the "
-            "longest sequence alone, as the framework makes them"
+            f"{key}: the longest sequence has {longest:,} tokens, and a row {full:,}: memlab predicts {instead}"
         )
-        filled = row = -(-longest // unit_of_row) * unit_of_row
     if not longest:
         reading.assumed.append("how long sequences are")
         reading.warnings.append(
@@ -147,6 +141,39 @@ def take_rows(
         f"{key}: {why}; memlab predicts {predicted}, all full; more of them need no more memory, unless experts are "
         "spread over ranks"
     )
+
+
+def of_one_copy(reading: Reading, sequences: int | None) -> int | None:
+    """Returns the sequences that each copy of the model has, of those of all copies."""
+    return math.ceil(sequences / copies(reading)) if sequences else None
+
+
+def row_of_budget(
+    reading: Reading,
+    tokens_per_rank: int,
+    longest: int | None = None,
+    sequences: int | None = None,
+    *,
+    is_refused: bool = False,
+) -> tuple[int, int]:
+    """Returns the tokens of the padded sequences that fill a row, and of the row, which is padded itself.
+
+    Args:
+        reading: The job; its sizes are known already.
+        tokens_per_rank: The budget of one rank; context parallel ranks share a row.
+        longest: Tokens of the longest sequence, where it is known.
+        sequences: Among which a row has its own, where they are known: if all of them do not fill the budget, rows are
+            smaller, however long sequences are.
+        is_refused: As in `take_rows`.
+    """
+    (unit, unit_of_row), context = _units(reading), reading.values.get("context_parallel_size") or 1
+    filled = max(1, tokens_per_rank * context // unit) * unit
+    if longest and sequences:
+        filled = min(filled, sequences * max(1, -(-longest // unit)) * unit)
+    row = -(-filled // unit_of_row) * unit_of_row
+    if longest and longest > row and not is_refused:
+        filled = row = -(-longest // unit_of_row) * unit_of_row
+    return filled, row
 
 
 def pack(reading: Reading, key: str, sequences: int) -> None:
@@ -244,7 +271,6 @@ def note_other_reference(reading: Reading, pairs: dict[str, tuple[str, str, Any,
     """Names what a reference model has otherwise than the policy, whose model and ranks memlab predicts its pass with.
 
     Args:
-        reading: Of the job.
         pairs: By the reference model's key: the policy's, what both say, the policy's default, and the reference
             model's, which is None where it has the policy's value.
     """
@@ -258,7 +284,6 @@ def note_other_section(reading: Reading, own: str, of_policy: str, *, is_there: 
     """Names each key of a section of the reference model that the policy's section does not have with the same value.
 
     Args:
-        reading: Of the job.
         own: The reference model's section.
         of_policy: The policy's.
         is_there: Whether the job has a reference model.
@@ -369,7 +394,6 @@ def note_replaced_values(reading: Reading, prefix: str) -> None:
     """Notes what a job replaces in the published model's own config.
 
     Args:
-        reading: The job.
         prefix: Of the mapping that the framework passes on, such as ``policy.hf_config_overrides``.
     """
     taken = {one.key for one in reading.taken}
@@ -433,7 +457,6 @@ def pack_micro_batch(reading: Reading, key: str) -> None:
 
     Args:
         reading: The job; the number of its sequences and their length are known already.
-        key: The key of the micro-batch.
     """
     rows = reading.values.get("micro_batch_size") or 1
     if rows > 1:
@@ -477,9 +500,7 @@ def refuse_program(reading: Reading, names: str, does: str = "generates") -> Non
     """Refuses a job of a program that trains nothing.
 
     Args:
-        reading: Of the job.
         names: A pattern that the whole name of such a program or module has, without what it lies in.
-        does: What such a program does.
     """
     program = reading.entries.program
     if program is not None and re.search(rf"(^|[./])({names})([.]py)?$", str(program.value)):

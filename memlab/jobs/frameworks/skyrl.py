@@ -25,7 +25,9 @@ from memlab.jobs.frameworks.reinforcement import (
     note_replaced_values,
     note_segments,
     of_any_length,
+    of_one_copy,
     refuse_program,
+    row_of_budget,
     take_rollout,
     take_rows,
     take_sequences,
@@ -141,20 +143,23 @@ def complete(reading: Reading) -> None:
     if values["expandable_segments"]:
         note_segments(reading, "trainer.use_expandable_segments")
     longest = longest_row(reading)
-    sequences = values.pop("prompts") * values.pop("responses_per_prompt")
+    prompts, responses = values.pop("prompts"), values.pop("responses_per_prompt")
     tokens, rows = values.pop("tokens_per_rank"), values.pop("log_prob_micro_batch_size")
     removes_padding = values.pop("removes_padding")
     note_skipped_passes(reading)
     # ``_save_lora_adapters_and_sync`` in workers/megatron/megatron_worker.py; by default adapters are merged.
     is_merged = reading.get(f"{_MEGATRON}.lora_config.merge_lora") is not False
     values["sends_adapters"] = values.get("lora_rank") is not None and not is_merged
-    of_log_probs, rows = (longest * rows, 1) if removes_padding else (longest, rows)
+    if tokens > 0:
+        of_log_probs, rows = row_of_pass(reading, tokens, longest, responses), 1
+    else:
+        of_log_probs, rows = (longest * rows, 1) if removes_padding else (longest, rows)
     take_rollout(
         reading,
         is_colocated=is_colocated,
         ranks_per_node=values["ranks_per_node"],
-        seq_length=tokens * (values.get("context_parallel_size") or 1) if tokens > 0 else of_log_probs,
-        micro_batch_size=1 if tokens > 0 else rows,
+        seq_length=of_log_probs,
+        micro_batch_size=rows,
         bucket_bytes=int((values.pop("bucket") or 0) * 2**30),
         # ``_send_chunks_vllm_native`` in weight_sync/cuda_ipc_strategy.py packs them into one tensor.
         bucket_copies=2 if is_colocated else 1,
@@ -165,10 +170,10 @@ def complete(reading: Reading) -> None:
     if tokens > 0:
         if not removes_padding:
             note_padded_rows(reading, "trainer.max_tokens_per_microbatch")
-        take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences, are_shared_evenly=True)
+        take_rows_of_budget(reading, tokens, longest, prompts * responses)
     else:
         key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None
-        take_sequences(reading, longest, sequences, packed_by=key)
+        take_sequences(reading, longest, prompts * responses, packed_by=key)
     note_steps(reading)
     drop_single_chunk(values)
 
@@ -223,6 +228,30 @@ def _is_of_harbor(reading: Reading) -> bool:
     return reading.entries.program is not None and "harbor" in str(reading.entries.program.value)
 
 
+def take_rows_of_budget(reading: Reading, tokens: int, longest: int, sequences: int) -> None:
+    """Takes the micro-batches that SkyRL fills up to a budget; see `take_rows`."""
+    known = None if _has_steps(reading) else sequences
+    take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, known, are_shared_evenly=True)
+
+
+def row_of_pass(reading: Reading, tokens: int, longest: int, responses: int) -> int:
+    """Returns the tokens of a row that a budget fills in a pass for log-probabilities.
+
+    Its sequences are those of the whole batch, or of each mini-batch (``_execute_forward_pass`` in
+    skyrl/train/trainer.py, a9564572).
+    """
+    is_of_mini_batches = reading.get("trainer.recompute_old_logprobs_per_minibatch") is True
+    kind, default = ("policy_mini", 256) if is_of_mini_batches else ("train", 1024)
+    prompts = reading.get(f"trainer.{kind}_batch_size", default)
+    is_known = is_whole_number(prompts) and not _has_steps(reading)
+    return row_of_budget(reading, tokens, longest, of_one_copy(reading, prompts * responses) if is_known else None)[1]
+
+
+def _has_steps(reading: Reading) -> bool:
+    """Whether each step of an answer is a sequence, so that nothing says how many there are."""
+    return reading.get("generator.step_wise_trajectories") is True
+
+
 def note_steps(reading: Reading) -> None:
     """Says how many micro-batches a job may have where each step of an answer is a sequence; they are known already.
 
@@ -230,10 +259,10 @@ def note_steps(reading: Reading) -> None:
     another.
     """
     steps, turns = "generator.step_wise_trajectories", reading.get("generator.max_turns", default=1)
-    if reading.get(steps) is not True:
+    if not _has_steps(reading):
         return
     number, predicted = "the number of micro-batches", reading.values["num_microbatches"]
-    is_of_budget, reading.micro_batches = reading.micro_batches is not None, None
+    is_of_budget, reading.micro_batches = reading.most_micro_batches is None, None
     entry = reading.entries.by_key.get("generator.max_turns")
     is_known = is_whole_number(turns) and not (entry is not None and entry.is_unknown)
     if is_known and not _is_of_harbor(reading) and not is_of_budget:

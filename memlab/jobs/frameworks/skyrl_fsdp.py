@@ -50,7 +50,6 @@ from memlab.jobs.frameworks.reinforcement import (
     note_segments,
     refuse_program,
     take_rollout,
-    take_rows,
     take_sequences,
 )
 from memlab.jobs.frameworks.skyrl import (
@@ -64,6 +63,8 @@ from memlab.jobs.frameworks.skyrl import (
     note_reference,
     note_skipped_passes,
     note_steps,
+    row_of_pass,
+    take_rows_of_budget,
 )
 from memlab.jobs.frameworks.skyrl import (
     check as check_batches,
@@ -102,11 +103,7 @@ _TRAINER = (
 
 
 def engine_keys(policy: str) -> tuple[Key, ...]:
-    """Returns the keys of a worker of FSDP2.
-
-    Args:
-        policy: How they begin, with the dot.
-    """
+    """Returns the keys of a worker of FSDP2; `policy` is how they begin, with the dot."""
     fsdp, kwargs = f"{policy}fsdp_config", f"{policy}model_config_kwargs"
     return (
         Key(f"{kwargs}.num_hidden_layers", "num_layers", WHOLE),
@@ -127,6 +124,7 @@ KEYS = (
     *engine_keys(f"{_POLICY}."),
     Key(f"{_POLICY}.optimizer_config.offload_after_step", "leaves_after_step", SWITCH, True),
 )
+_OF_FORKS_WITH_LIGER = "Liger's norms and MLPs keep less, where a fork loads the model with them"
 WRAPPED = "classes of the job's own choice are sharded by themselves"
 
 
@@ -140,6 +138,7 @@ FRAMEWORK_MISSING = (
     *(row for row in SKYRL.missing if row.name.startswith(("generator.", "trainer.fully_async.", "trainer.override_"))),
     Missing("trainer.mtp.enabled", "more", "the inference engine has a draft model too"),
     Missing("trainer.algorithm.use_entropy_loss", "more", "the entropy's gradient keeps the probabilities"),
+    *(Missing(f"trainer.{of}use_liger_kernel", "less", _OF_FORKS_WITH_LIGER) for of in ("", "policy.")),
     Missing("trainer.critic.model.path", "more", "a critic is trained too, with an optimizer of its own", is_given),
     Missing("trainer.flash_attn", "either", "rows are padded, and attention then has a mask", is_false),
     Missing("trainer.remove_microbatch_padding", "more", "rows are padded, and attention then has a mask", is_false),
@@ -189,7 +188,6 @@ def complete_engine(reading: Reading, policy: str, loss: str, chunk: str) -> Non
     """Derives types, shards, adapters, attention and what log-probabilities need, from the keys of `engine_keys`.
 
     Args:
-        reading: Of the job.
         policy: How the keys begin.
         loss: By which key a difference of the loss is named.
         chunk: The key of how many tokens an entropy has at a time, by which it is named.
@@ -247,7 +245,7 @@ def _take_phases(reading: Reading, per_node: int, longest: int, *, is_colocated:
     tokens, rows, bucket = values["tokens_per_rank"], values.pop("log_prob_micro_batch_size"), values.pop("bucket") or 0
     row, rows = (longest * rows, 1) if values["removes_padding"] else (longest, rows)
     if tokens > 0:
-        row, rows = tokens * (values.get("context_parallel_size") or 1), 1
+        row, rows = row_of_pass(reading, tokens, longest, values["responses_per_prompt"]), 1
     note_skipped_passes(reading)
     is_together = is_colocated or reading.get("trainer.placement.colocate_policy_ref", default=True)
     has_reference = compares(reading) and is_together
@@ -282,7 +280,7 @@ def _take_rows(reading: Reading, longest: int) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, removes_padding = values.pop("tokens_per_rank"), values.pop("removes_padding")
     if tokens > 0:
-        take_rows(reading, "trainer.max_tokens_per_microbatch", tokens, longest, sequences, are_shared_evenly=True)
+        take_rows_of_budget(reading, tokens, longest, sequences)
     else:
         key = "trainer.micro_train_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)

@@ -79,7 +79,6 @@ def complete_skyrl_adapters(reading: Reading, section: str, megatron: str) -> No
     """Names adapters that memlab has none of.
 
     Args:
-        reading: Of the job.
         section: The prefix of the adapters' keys.
         megatron: That of the config of Megatron.
     """

@@ -7,27 +7,25 @@ They are those of ``validate_cfg``, ``validate_generator_cfg``, ``validate_infer
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import WHOLE, is_given
 from memlab.jobs.frameworks.megatron_keys import CHUNKS
+from memlab.jobs.frameworks.own_rules import Rule, broken, check_dispatcher, one_of
 from memlab.jobs.frameworks.skyrl_checkout import earlier_checkout
 
 _TRAINER, _ALGORITHM, _PLACEMENT = "trainer", "trainer.algorithm", "trainer.placement"
-_POLICY, _ENGINE = "trainer.policy", "generator.inference_engine"
+_POLICY, _MEGATRON, _ENGINE = "trainer.policy", "trainer.policy.megatron_config", "generator.inference_engine"
 _REDUCTIONS = ("token_mean", "token_mean_legacy", "sequence_mean", "seq_mean_token_sum_norm", "prompt_mean")
-_Rule = tuple[str, Callable[[Any, Reading], object], str]
-"""A key, whether the value that the job gives for it breaks the rule, and what it must be."""
+_CORRECTION, _STEPS = "trainer.algorithm.off_policy_correction", "generator.step_wise_trajectories"
 
 
 def _is_on(reading: Reading, key: str) -> bool:
     return reading.get(key) is True
 
 
-_OF_ALL: tuple[_Rule, ...] = (
+_OF_ALL: tuple[Rule, ...] = (
     (
         f"{_ALGORITHM}.use_kl_in_reward",
         lambda value, job: value is True and job.get(f"{_ALGORITHM}.use_kl_loss", default=True) is not False,
@@ -49,9 +47,32 @@ _OF_ALL: tuple[_Rule, ...] = (
         "must be one of the reductions that SkyRL has",
     ),
     (
-        f"{_ALGORITHM}.off_policy_correction.tis_ratio_type",
-        lambda value, _: is_given(value) and value not in ("token", "sequence"),
-        "must be token or sequence",
+        f"{_ALGORITHM}.loss_reduction",
+        lambda value, job: value == "token_mean_legacy" and _is_on(job, _STEPS),
+        f"must be another one with {_STEPS}",
+    ),
+    (
+        f"{_ALGORITHM}.policy_loss_type",
+        lambda value, job: (
+            value in ("clip_cov", "kl_cov")
+            and any(job.get(f"{_CORRECTION}.{name}") is not None for name in ("tis_ratio_type", "sequence_mask_metric"))
+        ),
+        f"must be another one with {_CORRECTION}",
+    ),
+    one_of(f"{_CORRECTION}.tis_ratio_type", "token", "sequence"),
+    one_of(f"{_CORRECTION}.sequence_mask_metric", "product", "geometric"),
+    (f"{_TRAINER}.max_ckpts_to_keep", lambda value, _: value == 0, "must be another number: -1 keeps all"),
+    (
+        f"{_TRAINER}.mtp.enabled",
+        lambda value, job: value is True and job.get(f"{_MEGATRON}.mtp_num_layers") == 0,
+        f"needs {_MEGATRON}.mtp_num_layers above 0",
+    ),
+    (
+        f"{_POLICY}.model.lora.rank",
+        lambda value, job: (
+            is_whole_number(value) and value > 0 and job.get(f"{_ENGINE}.backend", default="vllm") != "vllm"
+        ),
+        f"needs {_ENGINE}.backend vllm",
     ),
     (f"{_TRAINER}.sequence_parallel_backend", lambda value, _: value != "ulysses", "must be ulysses"),
     (
@@ -61,8 +82,8 @@ _OF_ALL: tuple[_Rule, ...] = (
     ),
     (
         "generator.merge_stepwise_output",
-        lambda value, job: value is True and not _is_on(job, "generator.step_wise_trajectories"),
-        "needs generator.step_wise_trajectories true",
+        lambda value, job: value is True and not _is_on(job, _STEPS),
+        f"needs {_STEPS} true",
     ),
     (
         "generator.sampling_params.logprobs",
@@ -88,7 +109,7 @@ _OF_ALL: tuple[_Rule, ...] = (
         f"needs {_ENGINE}.distributed_executor_backend mp",
     ),
 )
-_OF_MEGATRON: tuple[_Rule, ...] = (
+_OF_MEGATRON: tuple[Rule, ...] = (
     (f"{_ENGINE}.backend", lambda value, _: value != "vllm", "must be vllm with trainer.strategy megatron"),
     (
         f"{_ENGINE}.weight_sync_backend",
@@ -104,8 +125,18 @@ _OF_MEGATRON: tuple[_Rule, ...] = (
         )
         for model in ("policy", "ref")
     ),
+    *(
+        (
+            f"trainer.{model}.megatron_config.context_parallel_size",
+            lambda value, job: (
+                is_whole_number(value) and value > 1 and job.get(f"{_TRAINER}.remove_microbatch_padding") is False
+            ),
+            f"must be 1 unless {_TRAINER}.remove_microbatch_padding is true",
+        )
+        for model in ("policy", "ref")
+    ),
     (
-        f"{_POLICY}.megatron_config.moe_enable_routing_replay",
+        f"{_MEGATRON}.moe_enable_routing_replay",
         lambda value, job: value is True and not _is_on(job, f"{_ENGINE}.enable_return_routed_experts"),
         f"needs {_ENGINE}.enable_return_routed_experts true",
     ),
@@ -138,23 +169,13 @@ def check_model(reading: Reading, megatron: str) -> None:
     """Checks what SkyRL's workers build with Megatron-Bridge.
 
     Args:
-        reading: Of the job.
         megatron: The prefix of the config of Megatron.
 
     Raises:
         CannotStartError: If Megatron-Core refuses it, or the first forward.
     """
     transformer, values = f"{megatron}.transformer_config_kwargs", reading.values
-    varies = reading.get(f"{transformer}.variable_seq_lengths") is not False  # ``init_configs`` sets it
-    if (
-        "allgather" in [reading.entries.get(f"{one}.moe_token_dispatcher_type") for one in (megatron, transformer)]
-        and varies
-    ):
-        raise CannotStartError(
-            "the job has moe_token_dispatcher_type allgather with sequences of variable length, which SkyRL always has "
-            "and Megatron-Core refuses: choose alltoall",
-            "moe_token_dispatcher_type",
-        )
+    check_dispatcher(reading, "SkyRL", (megatron, transformer))  # ``init_configs`` sets the length
     key = f"{transformer}.{CHUNKS.name}"
     chunks = reading.converted(key, WHOLE)
     if chunks is None:
@@ -188,11 +209,9 @@ def _check_engines(reading: Reading) -> None:
         )
 
 
-def _check(reading: Reading, rules: tuple[_Rule, ...]) -> None:
-    for key, breaks, rule in rules:
-        entry = reading.entries.by_key.get(key)
-        if entry is not None and not entry.is_unknown and breaks(entry.value, reading):
-            _refuse(reading, f"{key} is {entry.value}, {rule}, by a rule of SkyRL: change one of them")
+def _check(reading: Reading, rules: tuple[Rule, ...]) -> None:
+    for _, text in broken(reading, rules):
+        _refuse(reading, f"{text}, by a rule of SkyRL: change one of them")
 
 
 def _refuse(reading: Reading, text: str) -> None:

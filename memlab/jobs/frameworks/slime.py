@@ -13,6 +13,8 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.adapters import LORA, no_adapters
+from memlab.jobs.frameworks.balanced_rows import warn_of_fuller_rows
+from memlab.jobs.frameworks.budgets import by_first_fit, by_tokens
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs, flags_of
 from memlab.jobs.frameworks.keys import (
     COUNT,
@@ -67,8 +69,8 @@ KEYS = (
     Key("use_dynamic_batch_size", "is_dynamic", SWITCH, False),
     Key("qkv_format", "qkv_format", TEXT, "thd"),
     Key("max_tokens_per_gpu", "tokens_per_rank", COUNT, None),
+    Key("balance_by_flops", "is_balanced", SWITCH, False),
     Key("entropy_coef", "entropy_loss", _IS_NOT_ZERO, False),
-    Key("log_probs_max_tokens_per_gpu", "log_prob_tokens", COUNT, None),
     Key("sglang_mem_fraction_static", "engine_share", NUMBER, None),
     Key("rollout_num_gpus_per_engine", "engine_ranks", COUNT, 1),
     Key("update_weight_buffer_size", "bucket", WHOLE, 512 * 2**20),
@@ -159,15 +161,25 @@ def complete(reading: Reading) -> None:
     _complete_offload(reading, is_colocated=is_colocated)
     _note_skipped_passes(reading)
     sequences, is_dynamic = _sequences(reading), values.pop("is_dynamic")
+    is_balanced = values.pop("is_balanced")
     tokens = _padded(reading, values.pop("tokens_per_rank"))
     row = (tokens or 0) * (values.get("context_parallel_size") or 1) * is_dynamic
     longest = _longest_sequence(reading, row, sequences)
-    of_log_probs = values.pop("log_prob_tokens") or tokens
     removes_padding = values.pop("qkv_format") == "thd"
-    rows = values.get("micro_batch_size") or 1
-    given = values.get("seq_length") or _LENGTH
-    of_rows, rows = ((longest or given) * rows, 1) if removes_padding else (longest or given, rows)
-    context = values.get("context_parallel_size") or 1
+    if is_dynamic and tokens:
+        if not removes_padding:
+            note_padded_rows(reading, "qkv_format")
+        _take_rows(reading, tokens, longest, sequences, is_balanced=is_balanced)
+    else:
+        given = values.get("seq_length") or _LENGTH
+        if not longest:
+            reading.assumed.append("how long sequences are")
+            reading.warnings.append(
+                "micro_batch_size: the file does not say how long the data's sequences are, so memlab takes "
+                f"{given:,} tokens: give --set rollout_max_context_len=TOKENS"
+            )
+        packed_by = "micro_batch_size" if removes_padding else None
+        take_sequences(reading, longest or given, sequences, packed_by=packed_by)
     has_engine = not (reading.get("debug_train_only") or reading.get("load_debug_rollout_data"))
     bucket = values.pop("bucket")
     if not has_engine:
@@ -176,8 +188,9 @@ def complete(reading: Reading) -> None:
         reading,
         is_colocated=is_colocated,
         ranks_per_node=per_node,
-        seq_length=of_log_probs * context if is_dynamic and of_log_probs else of_rows,
-        micro_batch_size=1 if is_dynamic else rows,
+        # Passes without backward have the micro-batches of the training (``get_data_iterator`` in data.py).
+        seq_length=None,
+        micro_batch_size=values.get("micro_batch_size"),
         bucket_bytes=bucket if has_engine else 0,
         # ``_build_flattened_tensor_data`` in update_weight_from_tensor.py makes one tensor of them.
         bucket_copies=2 if is_colocated else 1,
@@ -191,19 +204,14 @@ def complete(reading: Reading) -> None:
     )
     if not has_engine and reading.rollout is not None and not reading.rollout.computes_log_probabilities:
         reading.rollout = None
-    if is_dynamic and tokens:
-        if not removes_padding:
-            note_padded_rows(reading, "qkv_format")
-        take_rows(reading, "max_tokens_per_gpu", tokens, longest, sequences)
-        return
-    key = "micro_batch_size" if removes_padding else None
-    if not longest:
-        reading.assumed.append("how long sequences are")
-        reading.warnings.append(
-            "micro_batch_size: the file does not say how long the data's sequences are, so memlab takes "
-            f"{given:,} tokens: give --set rollout_max_context_len=TOKENS"
-        )
-    take_sequences(reading, longest or given, sequences, packed_by=key)
+
+
+def _take_rows(reading: Reading, tokens: int, longest: int | None, sequences: int | None, *, is_balanced: bool) -> None:
+    """Takes micro-batches that are filled up to a budget, or balanced (``_pack_step_into_mbs``, dp_schedule.py)."""
+    key = "max_tokens_per_gpu"
+    take_rows(reading, key, tokens, longest, sequences, counted=by_tokens if is_balanced else by_first_fit)
+    if is_balanced:
+        warn_of_fuller_rows(reading, key, tokens, longest, sequences, cause="balance_by_flops")
 
 
 _LENGTH = 4096
@@ -309,7 +317,6 @@ def _longest_sequence(reading: Reading, row: int, sequences: int | None) -> int 
     """Returns the tokens of the longest prompt with its response, as far as the file gives them.
 
     Args:
-        reading: Of the job.
         row: The tokens that a row may have by its budget, 0 where it has none: how long a shorter response's prompt is
             changes nothing, as long as the two fit.
         sequences: Of a step, where they are known: with prompts of unknown length they may fill a row.

@@ -11,8 +11,8 @@ from typing import Any
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.config.validation import is_number
+from memlab.jobs.frameworks.balanced_rows import take_rows_of_verl
 from memlab.jobs.frameworks.bridge_keys import complete_provider
-from memlab.jobs.frameworks.budgets import by_tokens
 from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import (
     ALLOCATOR,
@@ -37,17 +37,19 @@ from memlab.jobs.frameworks.reinforcement import (
     note_padded_rows,
     note_segments,
     of_any_length,
+    of_one_copy,
     only_segments,
     refuse_program,
+    row_of_budget,
     sglang_arguments,
     take_rollout,
-    take_rows,
     take_sequences,
     vllm_arguments,
 )
 from memlab.jobs.frameworks.verl_checkout import (
     BEFORE,
     VERSIONS,
+    checks_prompts,
     has_earlier_configurations,
     release_around,
     trains_without_engines,
@@ -246,6 +248,13 @@ def note_lengths(reading: Reading) -> None:
                 f"{entry.place}: {key} is null, so the job's own program decides it: memlab takes other lengths in its "
                 f"place; give --set {key}=TOKENS"
             )
+    of_data, of_rollout = (reading.get(f"{one}prompt_length") for one in ("data.max_", f"{_ROLLOUT}."))
+    if is_number(of_data) and is_number(of_rollout) and of_data < of_rollout:
+        reading.warnings.append(
+            f"{_ROLLOUT}.prompt_length is {of_rollout:,}, and data.max_prompt_length {of_data:,}: memlab takes prompts "
+            f"of {of_rollout:,} tokens, up to which tools may fill them; where none is longer than the data's, give "
+            f"--set {_ROLLOUT}.prompt_length={of_data}"
+        )
 
 
 def take_turns(reading: Reading) -> None:
@@ -275,7 +284,6 @@ def take_rows_of_all_ranks(reading: Reading, responses: int = 1) -> None:
     have different sequences. Later releases have no such division, and the key is named.
 
     Args:
-        reading: Of the job.
         responses: Of a prompt, where the worker counts prompts before 0.2, as that of FSDP does.
     """
     values, release = reading.values, release_around(reading.started)
@@ -290,6 +298,31 @@ def take_rows_of_all_ranks(reading: Reading, responses: int = 1) -> None:
             of_rank = max(1, int(rows) // max(1, values["world_size"] // split))
             reading.take(key, field, of_rank * (responses if release[0] < (0, 2) else 1))
             reading.not_modelled = [one for one in reading.not_modelled if one.key != key]
+    _take_steps_of_few_prompts(reading, max(1, values["world_size"] // split))
+
+
+def _take_steps_of_few_prompts(reading: Reading, copies: int) -> None:
+    """Takes one mini-batch of all prompts of a step where a mini-batch may have more.
+
+    See ``update_policy`` in verl/workers/actor/dp_actor.py (0.1 and 0.2): ``batch.split`` gives what there is.
+
+    Args:
+        reading: Of a job of verl's earlier workers.
+        copies: Of the model, among which the sequences are shared.
+    """
+    values, prompts, key = reading.values, reading.get("data.train_batch_size"), f"{_ACTOR}.ppo_mini_batch_size"
+    mini_batch = values.get("prompts")
+    if checks_prompts(reading.started) or not is_number(prompts) or not is_number(mini_batch) or prompts >= mini_batch:
+        return
+    values["prompts"] = prompts
+    of_copy = max(1, int(prompts) * values["responses_per_prompt"] // copies)
+    for field in ("micro_batch_size", "policy_rows", "reference_rows"):
+        if is_number(values.get(field)) and values[field] > of_copy:
+            values[field] = of_copy
+    reading.warnings.append(
+        f"{key} is {mini_batch}, more than the {prompts} prompts of data.train_batch_size: this verl does not check "
+        f"that, and updates once with all {prompts}, so no micro-batch has more than {of_copy} sequences"
+    )
 
 
 def take_gpus_of_the_engine(reading: Reading) -> None:
@@ -327,11 +360,11 @@ def complete(reading: Reading) -> None:
     note_other_section(reading, f"actor_rollout_ref.ref.{section}", f"{_ACTOR}.{section}", is_there=compares(reading))
     complete_engine(reading, *_PREFIXES)
     longest = values.pop("prompt_length") + values.pop("response_length")
-    sequences = values.pop("prompts") * values.pop("responses_per_prompt")
+    prompts, responses = values.pop("prompts"), values.pop("responses_per_prompt")
     is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
     removes_padding = values.pop("removes_padding")
     take_rows_of_all_ranks(reading)
-    passes = rows_of_passes(reading, longest, tokens, is_dynamic=is_dynamic, removes_padding=removes_padding)
+    passes = rows_of_passes(reading, longest, tokens, responses, is_dynamic=is_dynamic, removes_padding=removes_padding)
     of_log_probs, rows = max(passes if compares(reading) else passes[:1], key=math.prod)
     _take_entropy(reading)
     is_colocated = values.pop("is_colocated")
@@ -363,7 +396,7 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "actor_rollout_ref.model.use_remove_padding")
-        take_rows_of_budget(reading, tokens, longest, sequences)
+        take_rows_of_verl(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, prompts * responses)
         return
     if values.get("micro_batch_size") is None:
         reading.warnings.append(
@@ -371,13 +404,7 @@ def complete(reading: Reading) -> None:
             "it"
         )
     key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu" if removes_padding else None
-    take_sequences(reading, longest, sequences, packed_by=key)
-
-
-def take_rows_of_budget(reading: Reading, tokens: int, longest: int | None, sequences: int | None) -> None:
-    """Takes the micro-batches of the actor, which verl fills up to a budget; see `take_rows`."""
-    key = f"{_ACTOR}.ppo_max_token_len_per_gpu"
-    take_rows(*(reading, key, tokens, longest, sequences), counted=by_tokens, is_refused=True, are_shared_evenly=True)
+    take_sequences(reading, longest, prompts * responses, packed_by=key)
 
 
 def copies_of_bucket(reading: Reading) -> int:
@@ -396,18 +423,21 @@ def skip_passes(reading: Reading) -> None:
 
 
 def rows_of_passes(
-    reading: Reading, longest: int, tokens: int, *, is_dynamic: bool, removes_padding: bool
+    reading: Reading, longest: int, tokens: int, responses: int, *, is_dynamic: bool, removes_padding: bool
 ) -> list[tuple[int, int]]:
     """Returns the tokens of a row, and the rows, of the policy's and of the reference model's pass without backward.
 
     They have keys of their own (``ActorRolloutRefWorker`` in verl/workers/engine_workers.py, 0.9.1), and take the
-    actor's where these are not given.
+    actor's where these are not given. All sequences of a generation are in one pass, and each copy of the model has as
+    many (``_compute_old_log_prob`` in verl/trainer/ppo/ray_trainer.py).
     """
     values, passes = reading.values, []
+    prompts = reading.get("data.train_batch_size", 1024)
+    among = of_one_copy(reading, int(prompts) * responses) if is_number(prompts) else None
     for model, section in (("policy", _ROLLOUT), ("reference", "actor_rollout_ref.ref")):
         own, rows = values.pop(f"{model}_tokens", None) or tokens, values.pop(f"{model}_rows", None) or 1
         if values.pop(f"{model}_is_dynamic", is_dynamic):
-            passes.append((own * (values.get("context_parallel_size") or 1), 1))
+            passes.append((row_of_budget(reading, own, longest, among, is_refused=True)[1], 1))
         else:
             passes.append((longest * rows, 1) if removes_padding else (longest, rows))
             key = f"{section}.log_prob_micro_batch_size"
@@ -495,6 +525,8 @@ def _check_prompts(reading: Reading) -> None:
     prompts, key = reading.get("data.train_batch_size"), f"{_ACTOR}.ppo_mini_batch_size"
     mini_batch, program = reading.get(key, 256), reading.entries.program
     if not isinstance(prompts, int) or not isinstance(mini_batch, int) or not 0 < prompts < mini_batch:
+        return
+    if not checks_prompts(reading.started):
         return
     broken = f"{key} is {mini_batch}, more than the {prompts} prompts of data.train_batch_size"
     if reading.get(f"{_ACTOR}.use_dynamic_bsz"):

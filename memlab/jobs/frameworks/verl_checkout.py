@@ -18,6 +18,8 @@ _SYNC_KEY, _SYNC, _FP32 = (
 """What the engines' sources have since 0.9.1, since July 2026, and since June 2026."""
 _VERSION_FILES = ("verl/version/version", "verl/verl/version/version")
 """In a checkout of verl, and in a repository that has one in a folder of that name."""
+_PPO_TRAINER = ("verl/trainer/ppo/ray_trainer.py", "verl/verl/trainer/ppo/ray_trainer.py")
+_FIRST_WITH_OTHER_CHECKS = (0, 5)
 _SFT_TRAINER = ("verl/trainer/fsdp_sft_trainer.py", "verl/verl/trainer/fsdp_sft_trainer.py")
 _REQUIREMENTS = ("requirements*.txt", "pyproject.toml", "setup.py")
 _REQUIREMENT = re.compile(
@@ -66,6 +68,19 @@ def trains_without_engines(path: Path) -> str | None:
     """Returns what says that the jobs of a file train with verl's workers from before the engines, None if nothing."""
     release = release_around(path)
     return release[1] if release is not None and release[0] < _FIRST_WITH_ENGINES else None
+
+
+def checks_prompts(path: Path) -> bool:
+    """Whether verl refuses a mini-batch of more prompts than a step has: its trainer asserts that since 2025-03.
+
+    The trainer of the nearest checkout is read; its checks are in other files since 0.5.
+    """
+    release = release_around(path)
+    if release is None or release[0] >= _FIRST_WITH_OTHER_CHECKS:
+        return True
+    files = (folder / name for folder in path.absolute().parents for name in _PPO_TRAINER)
+    text = next((text for file in files if (text := text_of(file)) is not None), None)
+    return text is None or re.search(r"train_batch_size >= .*ppo_mini_batch_size", text) is not None
 
 
 def trains_without_fsdp2(path: Path) -> bool:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memlab.jobs.frameworks.budgets import by_tokens
+from memlab.jobs.frameworks.balanced_rows import take_rows_of_verl
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 from memlab.jobs.frameworks.keys import COUNT, SWITCH, Key
-from memlab.jobs.frameworks.reinforcement import note_padded_rows, take_rows, take_sequences
+from memlab.jobs.frameworks.reinforcement import note_padded_rows, take_sequences
 from memlab.jobs.frameworks.verl import VERL, check_engine, has_critic, rows_of_all_ranks, take_allocator
 from memlab.jobs.frameworks.verl_engine import complete_engine, engine_keys, engine_missing, engine_without_effect
 from memlab.jobs.frameworks.verl_fsdp import chooses_fsdp
@@ -54,7 +54,7 @@ def complete(reading: Reading) -> None:
         if not removes_padding:
             note_padded_rows(reading, "critic.model.use_remove_padding")
         key = "critic.ppo_max_token_len_per_gpu"
-        take_rows(reading, key, tokens, longest, sequences, counted=by_tokens, is_refused=True, are_shared_evenly=True)
+        take_rows_of_verl(reading, key, tokens, longest, sequences)
         return
     key = "critic.ppo_micro_batch_size_per_gpu"
     if values.get("micro_batch_size") is None:

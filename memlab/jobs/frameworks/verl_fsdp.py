@@ -12,6 +12,7 @@ from typing import Any
 from memlab.config.rollout import ReferencePass
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.balanced_rows import take_rows_of_verl
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     FLASH,
@@ -69,7 +70,6 @@ from memlab.jobs.frameworks.verl import (
     take_allocator,
     take_gpus_of_the_engine,
     take_rows_of_all_ranks,
-    take_rows_of_budget,
     take_turns,
 )
 from memlab.jobs.frameworks.verl_checkout import BEFORE, FP32_SINCE, RELEASE, version_around
@@ -285,7 +285,6 @@ def complete_engine(reading: Reading, engine: str, optim: str, model: str, *, st
     """Derives types, shards and what leaves the device, from the keys of `engine_keys`.
 
     Args:
-        reading: Of the job.
         engine: The prefix of the engine's keys.
         optim: Of the optimizer's.
         model: Of the model's.
@@ -375,7 +374,7 @@ def _take_phases(reading: Reading, per_node: int, *, has_reference_on_host: bool
     has_adapters = values.get("lora_rank") is not None or bool(reading.entries.get(f"{_MODEL}.lora_rank"))
     is_colocated = values.pop("is_colocated")
     policy, reference = rows_of_passes(
-        reading, longest, values["tokens_per_rank"],
+        reading, longest, values["tokens_per_rank"], values["responses_per_prompt"],
         is_dynamic=values["is_dynamic"], removes_padding=values["removes_padding"],
     )  # fmt: skip
     shards, reshards = values.pop("reference_shards"), values.pop("reference_reshards")
@@ -433,7 +432,7 @@ def _take_rows(reading: Reading) -> None:
     sequences = values.pop("prompts") * values.pop("responses_per_prompt")
     tokens, removes_padding = values.pop("tokens_per_rank"), values.pop("removes_padding")
     if values.pop("is_dynamic"):
-        take_rows_of_budget(reading, tokens, longest, sequences)
+        take_rows_of_verl(reading, f"{_ACTOR}.ppo_max_token_len_per_gpu", tokens, longest, sequences)
     else:
         key = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
         if values.get("micro_batch_size") is None:

@@ -6,68 +6,51 @@ They are in 0.9.1 and in 1dda039b (August 2026), and in 0.7.0 unless the key is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
+from memlab.jobs.frameworks.own_rules import Rule, broken, check_dispatcher, one_of
 from memlab.jobs.frameworks.reinforcement import copies
 from memlab.jobs.frameworks.verl_checkout import BEFORE, RELEASE, release_around
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 _ENGINES = ("vllm", "sglang", "trtllm")
 _TYPES = ("fp32", "float32", "32", "bf16", "bfloat16")
-_NAMES_OF_TYPES = "fp32, float32, 32, bf16 or bfloat16"
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    key: str
-    breaks: Callable[[Any, Reading], object]
-    """Whether a value that the job gives breaks it."""
-    rule: str
-    """What the value must be, and what to do."""
 
 
 def _rollout_of(reading: Reading) -> Any:
     return reading.get(f"{_ROLLOUT}.name")
 
 
-_OF_ROLLOUT = (
-    _Rule(f"{_ROLLOUT}.mode", lambda value, _: value == "sync", "must be async: leave it out"),
-    _Rule(f"{_ROLLOUT}.name", lambda value, _: value == "hf", "must be vllm, sglang or trtllm: choose one"),
-    _Rule(
+_OF_ROLLOUT: tuple[Rule, ...] = (
+    (f"{_ROLLOUT}.mode", lambda value, _: value == "sync", "must be async: leave it out"),
+    (f"{_ROLLOUT}.name", lambda value, _: value == "hf", "must be vllm, sglang or trtllm: choose one"),
+    (
         f"{_ROLLOUT}.pipeline_model_parallel_size",
         lambda value, reading: isinstance(value, int) and value > 1 and _rollout_of(reading) in _ENGINES,
         "must be 1 for this inference engine: leave it out",
     ),
+    one_of(
+        f"{_ACTOR}.loss_agg_mode",
+        *("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    ),
 )
-"""``RolloutConfig`` (verl/workers/config/rollout.py) and ``get_rollout_class`` (verl/workers/rollout/base.py)."""
+"""``RolloutConfig`` and ``ActorConfig`` (verl/workers/config), ``get_rollout_class`` (verl/workers/rollout/base.py)."""
 
 
-def _of_engine(engine: str, optim: str) -> tuple[_Rule, ...]:
+def _of_engine(engine: str, optim: str) -> tuple[Rule, ...]:
     """Returns the rules of ``McoreEngineConfig``, ``McoreOptimizerConfig`` and ``MegatronEngine``."""
     return (
-        _Rule(f"{engine}.use_mbridge", lambda value, _: value is False, "must be true: leave it out"),
-        _Rule(
-            f"{engine}.router_replay.mode",
-            lambda value, _: value not in ("disabled", "R2", "R3"),
-            "must be disabled, R2 or R3: choose one",
-        ),
-        _Rule(
+        (f"{engine}.use_mbridge", lambda value, _: value is False, "must be true: leave it out"),
+        one_of(f"{engine}.router_replay.mode", "disabled", "R2", "R3"),
+        one_of(f"{engine}.dtype", "bfloat16", "float16"),
+        (
             f"{engine}.dynamic_context_parallel",
             lambda value, reading: value is True and not reading.get(f"{engine}.max_seqlen_per_dp_cp_rank"),
             "needs max_seqlen_per_dp_cp_rank: give it a number of tokens",
         ),
-        *(
-            _Rule(
-                f"{optim}.{name}",
-                lambda value, _: value is not None and str(value) not in _TYPES,
-                f"must be {_NAMES_OF_TYPES}: choose one",
-            )
-            for name in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-        ),
+        *(one_of(f"{optim}.{name}", *_TYPES) for name in ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")),
     )
 
 
@@ -75,7 +58,6 @@ def check_rollout(reading: Reading, *, has_one_engine: bool) -> None:
     """Checks what the inference engine and its passes are asked for.
 
     Args:
-        reading: Of the job.
         has_one_engine: Whether all versions that memlab knows train it with the engine of 0.9.1, and not with a worker
             that has fewer rules.
 
@@ -91,15 +73,12 @@ def check_fsdp(reading: Reading, optim: str) -> None:
     """Checks ``FSDPOptimizerConfig``.
 
     Args:
-        reading: Of the job.
         optim: The prefix of the optimizer's keys.
 
     Raises:
         CannotStartError: If verl refuses it.
     """
-    rule = "must be constant or cosine: choose one"
-    key = f"{optim}.lr_scheduler_type"
-    _check(reading, (_Rule(key, lambda value, _: value not in (None, "constant", "cosine"), rule),))
+    _check(reading, (one_of(f"{optim}.lr_scheduler_type", "constant", "cosine"),))
 
 
 def _check_dynamic(reading: Reading, *, has_one_engine: bool) -> None:
@@ -156,7 +135,6 @@ def check_megatron(reading: Reading, engine: str, optim: str) -> None:
     """Checks an engine that runs Megatron, and its optimizer.
 
     Args:
-        reading: Of the job.
         engine: The prefix of the engine's keys.
         optim: Of the optimizer's.
 
@@ -164,17 +142,10 @@ def check_megatron(reading: Reading, engine: str, optim: str) -> None:
         CannotStartError: If verl or Megatron-Core refuses the job.
     """
     # ``provider_overrides`` of the engine (transformer_impl.py) has sequences of variable length since 0.5.
-    section = f"{engine}.override_transformer_config"
-    varies = reading.get(f"{section}.variable_seq_lengths") is not False
-    if reading.entries.get(f"{section}.moe_token_dispatcher_type") == "allgather" and varies:
-        raise CannotStartError(
-            "the job has moe_token_dispatcher_type allgather with sequences of variable length, which verl always has "
-            "and Megatron-Core refuses: choose alltoall",
-            "moe_token_dispatcher_type",
-        )
+    check_dispatcher(reading, "verl", [f"{engine}.override_transformer_config"])
     rules = _of_engine(engine, optim)
     if reading.version == RELEASE:
-        rules += (_Rule(f"{engine}.grad_offload", lambda *_: True, "is no key of this version: leave it out"),)
+        rules += ((f"{engine}.grad_offload", lambda *_: True, "is no key of this version: leave it out"),)
     _check(reading, rules)
 
 
@@ -233,15 +204,11 @@ def check_step(reading: Reading, sequences: tuple[str, str], of_micro_batch: str
         )
 
 
-def _check(reading: Reading, rules: tuple[_Rule, ...]) -> None:
+def _check(reading: Reading, rules: tuple[Rule, ...]) -> None:
     """Checks what a version from before 0.7 may take, so that a job of no known version is only warned of."""
     if reading.version == BEFORE:
         return
-    for rule in rules:
-        entry = reading.entries.by_key.get(rule.key)
-        if entry is None or entry.is_unknown or not rule.breaks(entry.value, reading):
-            continue
-        text = f"{rule.key} is {entry.value}, {rule.rule}"
+    for entry, text in broken(reading, rules):
         if reading.version is not None:
             raise CannotStartError(f"{text}, by a rule of verl {reading.version}")
         reading.warnings.append(f"{entry.place}: {text}, by a rule of verl's later versions, which refuse the job")

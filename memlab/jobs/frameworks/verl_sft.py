@@ -9,8 +9,8 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
+from memlab.jobs.frameworks.balanced_rows import take_rows_of_verl
 from memlab.jobs.frameworks.bridge_keys import complete_provider
-from memlab.jobs.frameworks.budgets import by_tokens
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.keys import COUNT, SWITCH, TEXT, WHOLE, Key, Missing
 from memlab.jobs.frameworks.lines import hydra_lines
@@ -19,7 +19,6 @@ from memlab.jobs.frameworks.reinforcement import (
     is_packed,
     note_padded_rows,
     of_any_length,
-    take_rows,
     take_sequences,
 )
 from memlab.jobs.frameworks.verl_checkout import VERSIONS, has_earlier_configurations, version_around
@@ -84,12 +83,7 @@ def complete(reading: Reading) -> None:
     if is_dynamic:
         if not removes_padding:
             note_padded_rows(reading, "model.use_remove_padding")
-        take_rows(
-            *(reading, "data.max_token_len_per_gpu", tokens, longest, sequences),
-            counted=by_tokens,
-            is_refused=True,
-            are_shared_evenly=True,
-        )
+        take_rows_of_verl(reading, "data.max_token_len_per_gpu", tokens, longest, sequences)
     else:
         key = "data.micro_batch_size_per_gpu" if removes_padding else None
         take_sequences(reading, longest, sequences, packed_by=key)

@@ -6,12 +6,12 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.budgets import by_tokens
+from memlab.jobs.frameworks.balanced_rows import take_rows_of_verl
 from memlab.jobs.frameworks.framework import Framework, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import check_family, check_shards
 from memlab.jobs.frameworks.keys import TEXT, Key
 from memlab.jobs.frameworks.lines import hydra_lines
-from memlab.jobs.frameworks.reinforcement import is_packed, take_rows, take_sequences
+from memlab.jobs.frameworks.reinforcement import is_packed, take_sequences
 from memlab.jobs.frameworks.verl_checkout import version_around
 from memlab.jobs.frameworks.verl_fsdp import (
     CANNOT_WRITE,
@@ -61,8 +61,7 @@ def complete_trainer(reading: Reading) -> None:
     longest, sequences, tokens = values.pop("longest"), values.pop("sequences"), values.pop("tokens_per_rank")
     removes_padding = values.pop("removes_padding")
     if values.pop("is_dynamic"):
-        key = "data.max_token_len_per_gpu"
-        take_rows(reading, key, tokens, longest, sequences, counted=by_tokens, is_refused=True, are_shared_evenly=True)
+        take_rows_of_verl(reading, "data.max_token_len_per_gpu", tokens, longest, sequences)
     else:
         take_sequences(
             reading, longest, sequences, packed_by="data.micro_batch_size_per_gpu" if removes_padding else None

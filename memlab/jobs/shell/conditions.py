@@ -67,8 +67,6 @@ def decide(operands: list[Operand], *, is_double: bool, answers: Answers, lacks_
     """Decides the words between ``[`` and ``]``, or between ``[[`` and ``]]``.
 
     Args:
-        operands: The words.
-        is_double: Whether the brackets are double.
         answers: What the condition asks of the script.
         lacks_words: Whether a word is missing that a variable of what starts the script stands for. Without it, the
             shell refuses the condition, as in ``[ $NODE_RANK == 0 ]``, so the script counts on it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from memlab.config.validation import shortened
@@ -11,6 +12,12 @@ _OF_THE_MACHINE = {
     "set_env.sh",
 }  # fmt: skip
 """Files that a script sources to find its programs, and that set nothing of a job."""
+_OF_AN_ENVIRONMENT = {"activate", "conda.sh"}
+"""Those of them that change only where programs are found."""
+_SET_BY_THE_MACHINE = re.compile(
+    r"((LD_LIBRARY|LIBRARY|CPLUS_INCLUDE)_|PYTHON|C)?PATH|(PBS|SLURM|SLURMD|LSB|SGE|PJM|OMPI|PMI)_\w+"
+)
+"""Variables that a machine or its scheduler has where the script runs, and whose values are no user's to give."""
 
 
 @dataclass(slots=True)
@@ -37,9 +44,7 @@ class Faults:
         """Names arguments that stand where a command would: the command before them has ended too early.
 
         Args:
-            words: The arguments.
             line: Where they stand; what a variable holds may be of another line.
-            lines: Of the script.
         """
         name = words[0]
         number = f"{len(words)} words" if len(words) > 1 else "word"
@@ -82,14 +87,22 @@ class Faults:
 
         Args:
             line: Where it ends.
-            name: Of the variable.
             num_jobs: That the script has started before.
         """
+        if _SET_BY_THE_MACHINE.fullmatch(name):
+            return
         said = f": the script stops here unless {name} is set: give it with --set {name}=VALUE"
         if not self.lacks_files and not any(cause.endswith(said) for cause in self.causes):
             cause = f"line {line}{said}"
             self.causes[cause] = None
             self.jobs_before[cause] = num_jobs
+
+    def ends_here(self, line: int, how: str) -> None:
+        """Names a line before the job with which the script ends whatever its variables are."""
+        self.causes[
+            f"line {line}: the script ends here in any case ({how}), so it starts no job; memlab reads what follows as "
+            "without this line: remove it, or take the script that replaces this one"
+        ] = None
 
     def causes_before(self, num_jobs: int) -> list[str]:
         """Returns the causes without ends of the script after the last of its jobs."""
@@ -99,7 +112,8 @@ class Faults:
         """Says that a sourced file is missing: first of all, unless it only says where programs are."""
         if name.rpartition("/")[2] in _OF_THE_MACHINE:
             self.may_set_any = True
-            self.warn(line, text)
+            if name.rpartition("/")[2] not in _OF_AN_ENVIRONMENT:
+                self.warn(line, text)
         else:
             self.lacks_files = True
             self.causes[f"line {line}: {text}"] = None

@@ -61,8 +61,6 @@ def printed_path(text: str, name: str, line: int, expand: Callable[[Word], str])
 
     Args:
         text: Between ``$(`` and ``)``.
-        name: Of the script.
-        line: Of the command.
         expand: Makes a text of a word.
 
     Raises:

@@ -28,7 +28,6 @@ def pattern_of(text: str, *, is_extended: bool, ignores_case: bool = False) -> r
     """Returns the expression for a shell's pattern; None if memlab does not know how bash reads it.
 
     Args:
-        text: The pattern.
         is_extended: Whether ``@(a|b)`` and the like are patterns, as between ``[[`` and ``]]``.
         ignores_case: As after ``shopt -s nocasematch``.
     """

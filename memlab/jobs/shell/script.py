@@ -21,9 +21,11 @@ from typing import Any
 from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS, Line
 from memlab.jobs.shell import patterns, syntax
 from memlab.jobs.shell.builtins import Builtins, Input
+from memlab.jobs.shell.calculators import computed, expressed
 from memlab.jobs.shell.conditions import Answers, Operand, both, decide, either, negated
 from memlab.jobs.shell.filters import substituted, translated
 from memlab.jobs.shell.paths import file_above, path_here, printed_path
+from memlab.jobs.shell.undecided import named, of_a_job
 from memlab.jobs.shell.variables import (
     ASSIGNMENT,
     OwnArguments,
@@ -56,6 +58,8 @@ _MOST_SNAPSHOTS = 2**20
 _DEEPEST_SOURCE = 5
 _MOST_SOURCES = 20
 _DEEPEST_RUN = 100
+_DEPTH_OF_A_LINE = 2
+"""How deep a command of no block stands."""
 _MOST_ROUNDS = 1000
 """Of ``while``: a script that waits has no end that memlab could see."""
 
@@ -100,7 +104,6 @@ def read_script(
     """Follows a script.
 
     Args:
-        text: The script.
         path: Its file, beside which sourced files are looked for.
         given: Variables by name, which the script cannot change. `Command.variables` has those that it reads or sets.
         arguments: What the script is started with, ``$1`` and so on; None if that is not known.
@@ -174,9 +177,11 @@ class _Reader(Builtins):
         self.at_exit = ""
         self.lines: list[str] = []
         """Of the file that is followed."""
+        self.texts_read: list[list[str]] = []
 
     def follow(self, text: str) -> None:
         self.lines = text.splitlines()
+        self.texts_read.append(self.lines)
         with suppress(_LeaveError):
             self._run(syntax.parse(text, self.path.name, note=self.faults.refused))
         if self.at_exit:
@@ -185,12 +190,11 @@ class _Reader(Builtins):
             for function in list(self.functions.values()):  # which something else than the script may call
                 for body in function.bodies:
                     self._maybe(lambda body=body: self._run(body))  # type: ignore[misc]
-        for name, line in self.undecided.items():
-            self.warn(
-                f"memlab cannot decide whether the script gives {name} this value, and keeps the earlier one: give it "
-                f"with --set {name}=VALUE",
-                line,
-            )
+        jobs = [command for command in self.commands if self.is_job([word for word, _ in command.words])]
+        places = {line for command in jobs for _, line in command.words}
+        undecided = of_a_job(self.undecided, self.texts_read, places, self.exported) if jobs else self.undecided
+        for warning in named(undecided, has_arguments=self.arguments is not None):
+            self.faults.warnings[warning] = None
 
     # Blocks
 
@@ -339,7 +343,6 @@ class _Reader(Builtins):
         """Runs the rounds of a loop.
 
         Args:
-            body: Of the loop.
             begins: Prepares a round, and says whether there is one; None if memlab cannot tell.
             most_rounds: After these, memlab no longer tells how often the loop runs.
         """
@@ -395,7 +398,6 @@ class _Reader(Builtins):
         """Follows a part whose changes do not last: returns its status, what it set, with lines, and how it was left.
 
         Args:
-            run: Runs the part.
             is_shell: Whether the part runs in a shell of its own, so that it leaves nothing else.
         """
         journal: dict[str, tuple[Variable | None, int]] = {}
@@ -541,7 +543,7 @@ class _Reader(Builtins):
         with self._with_redirections(node.redirections):
             status = self._command(node.words)
         if status is False and "errexit" in self.options and not self.num_shielded:
-            self._exit([self.code])
+            self._exit([self.code], is_written=False)
         return status
 
     def _command(self, words: list[Word]) -> bool | None:
@@ -785,14 +787,18 @@ class _Reader(Builtins):
 
     # Builtins
 
-    def _exit(self, arguments: list[str], kind: str = "exit") -> bool | None:
+    def _exit(self, arguments: list[str], kind: str = "exit", *, is_written: bool = True) -> bool | None:
         """Ends the script, unless it has not come to its job: nobody runs a script for that."""
         code = arguments[0] if arguments else self.code
         status = _status_of(code)
         if not self.is_certain or self.num_jobs or self.shells > self.texts:
             raise _LeaveError(kind, status, code=_exit_code(code))
+        shown = f"{kind} {code.replace(UNKNOWN, '?')}"
+        if self.depth == _DEPTH_OF_A_LINE and is_written and not (self.calls or self.source_depth or self.texts):
+            self.faults.ends_here(self.line, shown)
+            return True
         self.warn(
-            f"with the variables that memlab knows, the script would stop here ({kind} {code.replace(UNKNOWN, '?')}); "
+            f"with the variables that memlab knows, the script would stop here ({shown}); "
             "memlab reads the rest of the script nevertheless: set the variables that the script tests here with "
             "--set NAME=VALUE"
         )
@@ -814,6 +820,12 @@ class _Reader(Builtins):
 
     def _false(self, arguments: list[str]) -> bool | None:
         return False
+
+    def _expr(self, arguments: list[str]) -> bool | None:
+        """Follows ``expr``, whose exit status is 1 where it prints 0."""
+        printed = expressed(arguments)
+        self.print_out(printed)
+        return None if printed == UNKNOWN else printed != "0\n"
 
     def _unset(self, arguments: list[str]) -> bool | None:
         for name in arguments[1:] if arguments[:1] == ["-f"] else []:
@@ -878,6 +890,7 @@ class _Reader(Builtins):
             return self._lacks_file(name, path)
         own, self.path = self.path, path
         lines, self.lines = self.lines, text.splitlines()
+        self.texts_read.append(self.lines)
         outer = self.arguments
         self.arguments = arguments[1:] or self.arguments
         self.source_depth += 1
@@ -993,6 +1006,8 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
     "cat": Builtins.cat,
     "tr": lambda reader, arguments: reader.filter_text(translated, arguments),
     "sed": lambda reader, arguments: reader.filter_text(substituted, arguments),
+    "bc": lambda reader, arguments: reader.filter_text(computed, arguments),
+    "expr": _Reader._expr,
     "read": Builtins.read,
     "mapfile": Builtins.mapfile,
     "readarray": Builtins.mapfile,

@@ -119,9 +119,6 @@ def parse(text: str, name: str, line: int = 1, note: Callable[[int, str], None] 
     """Returns the tree of a script.
 
     Args:
-        text: Of the script.
-        name: Of its file.
-        line: Of its first character.
         note: Is told what the shell refuses, with the line.
 
     Raises:

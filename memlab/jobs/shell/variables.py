@@ -42,9 +42,13 @@ _SET_BY_SLURM = "SLURM_"
 _SPACE = " \t\n"
 _PATTERN = re.compile(r"[*?]|\(")
 """What makes a word that is not quoted a pattern for files."""
-_NO_FILE = re.compile(r"-.*|.*=.*|[\[(][\[\]()\d*+,]*[\])\d]", re.DOTALL)
-"""A pattern that stands for itself, since no file has such a name: a flag, an assignment, or a list of numbers such as
-the ``[0]*3+[1]*45`` of ``--moe-layer-freq``, which launch scripts write without quotes."""
+_NO_FILE = re.compile(
+    r"-.*|.*=.*|[\[(][\[\]()\d*+,]*[\])\d]|(?=[^M]*M[^M]*M)[-*EM|/]{4,}",
+    re.DOTALL,
+)
+"""A pattern that stands for itself, since no file has such a name: a flag, an assignment, a list of numbers such as the
+``[0]*3+[1]*45`` of ``--moe-layer-freq``, or the kinds of a hybrid model's layers, such as ``M-M*-M``; launch scripts
+write the last two without quotes."""
 
 
 class Element(str):  # noqa: SLOT000  # a str with variable-size slots cannot have __slots__
@@ -814,7 +818,6 @@ class Variables:
         """Calculates an expression, which may also set variables: to unknown, if memlab cannot follow it.
 
         Args:
-            text: The expression.
             expands: Whether ``$NAME`` and the like stand in it, as in ``$((...))``.
         """
         expression = self.one(self._operand(text, is_quoted=True)) if expands else text

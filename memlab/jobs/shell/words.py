@@ -101,8 +101,6 @@ def operand(text: str, name: str, line: int, *, is_quoted: bool) -> Word:
 
     Args:
         text: In which blanks and operators stand for themselves.
-        name: Of the script.
-        line: Of the command.
         is_quoted: Whether the expansion stands in double quotes.
 
     Raises:

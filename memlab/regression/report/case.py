@@ -30,8 +30,6 @@ def section(result: CaseResult, body: str, common_changes: str, *, is_open: bool
     """Returns the HTML of a case.
 
     Args:
-        result: How the case went.
-        body: The HTML inside of it.
         common_changes: Changes that the page names elsewhere, and so not in this section.
         is_open: Whether the section is open at first.
     """

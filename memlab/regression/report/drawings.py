@@ -24,7 +24,6 @@ def trend(values: Sequence[float | None], baseline: float | None, label: str) ->
     Args:
         values: One per run, the oldest first; None for a run that does not have the metric.
         baseline: None if the metric has no baseline.
-        label: Text for screen readers.
     """
     known = [value for value in values if value is not None]
     around = known if baseline is None else [*known, baseline]
@@ -55,9 +54,7 @@ def step_outline(now: Timeline, baseline: Timeline | None, label: str) -> str:
     The axis is in events, not time: they are the same every night, so the lines of two equal steps coincide.
 
     Args:
-        now: The step of the run.
         baseline: The step of a kept run that agreed with the baseline.
-        label: Text for screen readers.
     """
     drawn = [resample(timeline, axis="event", num_bins=_NUM_BINS) for timeline in (baseline, now) if timeline]
     drawn = [points for points in drawn if len(points)]

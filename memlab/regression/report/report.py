@@ -28,7 +28,6 @@ def write_reports(folder: Path, summary: Summary, history: History) -> Summary:
 
     Args:
         folder: Holds the cases' folders.
-        summary: How the run went.
         history: The kept runs before it, the oldest first.
 
     Returns:

@@ -27,12 +27,7 @@ def summary_table(summary: Summary) -> str:
 
 
 def changes_table(result: CaseResult, most: int | None = _SHOWN_DIFFERENCES) -> list[str]:
-    """Writes one row per changed metric, the settings of each record in them, and what else changed.
-
-    Args:
-        result: A case.
-        most: The maximum number of rows; None writes all.
-    """
+    """Writes a row per changed metric, up to `most`, the settings of each record in them, and what else changed."""
     if not result.differences:
         return []
     shown = result.differences[:most]

@@ -25,11 +25,7 @@ class _Ended:
 
 
 class CaseOnEngine:
-    """Runs one case at a time: the object that an engine's process serves.
-
-    Args:
-        report: Sends the lines of progress to the nightly.
-    """
+    """Runs one case at a time, and reports its progress to the nightly: the object that an engine's process serves."""
 
     def __init__(self, report: Callable[[Any], None]) -> None:
         self._report = report
@@ -56,9 +52,6 @@ def run_on_engine(
         lab: The case; its notebook and its folder are on a file system that all engines see.
         on_progress: Called with one line for each cell that begins.
         on_start: Called with each engine on which the case begins.
-
-    Returns:
-        The folder of the run.
 
     Raises:
         LabFailedError: If the run did not come to its end.

@@ -120,24 +120,13 @@ def free_name(runs_folder: Path, name: str) -> str:
 
 
 def publish(staging: Path, target: Path) -> None:
-    """Gives a run its name. Call it under the lock.
-
-    Args:
-        staging: What `staged` gave.
-        target: The run's folder.
-    """
+    """Gives a run its name; `staging` is what `staged` gave. Call it under the lock."""
     (staging / _ALIVE).unlink(missing_ok=True)
     staging.rename(target)
 
 
 def remove_oldest(history: History, keep: int, on_failure: Callable[[str], object]) -> None:
-    """Removes the oldest runs of a suite; it reports a run that cannot be removed. Call it under the lock.
-
-    Args:
-        history: The suite's runs.
-        keep: How many of them stay.
-        on_failure: Called with one line.
-    """
+    """Removes the oldest runs of a suite; calls `on_failure` with a line for one that stays. Call it under the lock."""
     for run, _ in history[: max(0, len(history) - keep)]:
         try:
             if run.is_symlink():

@@ -28,8 +28,6 @@ def write_page(notebook_path: Path, page_path: Path, links_from: Path, failure: 
     The page leaves out the code of cells that only run the lab, shows the parameters as a table, and opens the answers.
 
     Args:
-        notebook_path: The executed notebook.
-        page_path: The file to write.
         links_from: The folder that the notebook's links begin in: that of the lab, not of its executed copy.
         failure: Why the run failed; the page begins with it.
         plotly_js: Path from the page to a copy of plotly.js that it shares; if empty, the page has its own copy.

@@ -40,7 +40,6 @@ class OutputBound:
 
         Args:
             message: Of the kernel, in the Jupyter messaging protocol.
-            cell_index: The cell that it belongs to.
         """
         if cell_index != self._cell_index:
             self._cell_index, self._printed = cell_index, 0

@@ -37,9 +37,7 @@ def execute(
 
     Args:
         notebook: An absolute path.
-        parameters: Values to inject.
         folder: Takes ``notebook.ipynb``, ``environment.json``, ``log.txt`` and what `finish` writes.
-        timeout_seconds: Wall-clock limit.
         on_progress: Called with one line for each cell that begins.
         variables: Environment variables, in addition to those of this process.
 

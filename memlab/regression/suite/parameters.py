@@ -169,7 +169,6 @@ def resolve(parameters: Mapping[str, Parameter], given: Mapping[str, object]) ->
     """Checks the values that a caller gives to a headless run.
 
     Args:
-        parameters: The parameters of the lab.
         given: Values by name: of the parameter's type, or as text.
 
     Returns:

@@ -66,9 +66,6 @@ def compare_figure(*records: StepRecord | WatchRecord, axis: CompareAxis | None 
             ``"event"`` gives every event the same width. None is ``"phase"``; for ranks of different pipeline stages,
             whose phases alternate differently, it is ``"time"``, or ``"event"`` in a prediction.
 
-    Returns:
-        A figure without a fixed width.
-
     Raises:
         ValueError: If there are fewer than two records, one has no timeline, or axis is none of the choices.
     """
@@ -180,8 +177,6 @@ def _label_shifts(
     Args:
         drawn: The lines, in the order of the labels.
         labels: The text at each line's peak.
-        end: Where the axis ends.
-        bytes_per_pixel: Of the bytes axis.
     """
     shifts = [0.0] * len(drawn)
     placed: list[tuple[float, float, float]] = []  # left and right as shares of the axis, and pixels above 0 bytes

@@ -35,9 +35,6 @@ def over_steps_figure(runs: Mapping[str, Sequence[StepRecord | WatchRecord]]) ->
 
     Args:
         runs: At least one, by its name; the steps of each in their order. No record needs a timeline.
-
-    Returns:
-        A figure without a fixed width.
     """
     num_rows = math.ceil(len(runs) / _COLUMNS)
     height = _HEAD_HEIGHT + num_rows * _SMALL_HEIGHT + (num_rows - 1) * _ROW_GAP

@@ -28,9 +28,6 @@ def peak_figure(records: Mapping[str, StepRecord], limits: Mapping[str, int]) ->
     Args:
         records: At least one, by the name that its bar gets; none needs a timeline.
         limits: Bytes that a GPU leaves for torch, by the GPU's size; each is a line.
-
-    Returns:
-        A figure without a fixed width.
     """
     highest = max(record.peak_allocated_bytes for record in records.values())
     unit_bytes, unit = binary_unit(highest)

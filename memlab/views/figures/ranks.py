@@ -66,7 +66,6 @@ def ranks_figure(
     """Draws a small timeline of each rank; all have the same axes, and a line shows the worst rank's peak in each.
 
     Args:
-        job: A step of a job.
         pool: One of ``"device"``, ``"host"``, ``"on_chip"``.
         axis: ``"time"`` in milliseconds since each rank's own start, or ``"event"``.
         above_start: Starts the bytes axis at the least that a rank holds throughout the step. What the others hold

@@ -211,7 +211,6 @@ def largest_modules(
             parameters and optimizer state, which every step has, nothing else would be named.
         event_index: The events after which to look, ascending, of shape [points].
         pool: One of `POOLS`.
-        count: How many modules to name at most.
 
     Returns:
         For each of `event_index` the modules with their bytes, the largest first.

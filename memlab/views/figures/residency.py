@@ -22,14 +22,7 @@ _SPACE_ABOVE = 1.12
 
 
 def residency_figure(audits: Mapping[str, ResidencyAudit]) -> go.Figure:
-    """Draws the device bytes of each moment as a bar of its groups, with the sum above it.
-
-    Args:
-        audits: At least one, by the name of its moment.
-
-    Returns:
-        A figure without a fixed width.
-    """
+    """Draws the device bytes of each audit, by its moment's name, as a bar of its groups, with the sum above it."""
     sums = {name: sum(audit.device_bytes(group) for group in GROUPS) for name, audit in audits.items()}
     unit_bytes, unit = binary_unit(max(sums.values()))
     figure = frame("What the device holds at each moment", [], "", f"allocated ({unit})").figure()

@@ -29,9 +29,6 @@ def savings_figure(records: Mapping[str, StepRecord]) -> go.Figure:
 
     Args:
         records: At least one, by the name that its bar gets; none needs a timeline.
-
-    Returns:
-        A figure without a fixed width.
     """
     every = [*records.values()]
     highest = max(record.peak_allocated_bytes for record in every)

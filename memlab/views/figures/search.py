@@ -44,9 +44,6 @@ def search_figure(found: SearchResult) -> go.Figure:
     Filled marks fit, open ones do not; the shape says which work a setting does; what is not on the front is faint.
     A number beside a mark counts the settings whose marks overlap there, and the mark's hover text names them.
 
-    Args:
-        found: The result of a search.
-
     Returns:
         A figure without a fixed width. Points carry their place in `SearchResult.points` as customdata.
     """

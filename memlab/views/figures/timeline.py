@@ -85,9 +85,6 @@ def timeline_figure(
             where that is more than a quarter of the peak: parameters and optimizer state would press all else flat. A
             band below the plot says how much is below the axis. False starts the axis at 0.
 
-    Returns:
-        A figure without a fixed width.
-
     Raises:
         ValueError: If the record has no timeline, or pool or axis is none of the choices.
     """
@@ -199,10 +196,7 @@ def stack_of(points: DrawnPoints, held: IntArray, unit_bytes: int, unit: str) ->
     """Returns the filled areas by category, over a clear one for what is held throughout if the axis leaves that out.
 
     Args:
-        points: What is drawn.
         held: Bytes by category that are left out, of shape [categories].
-        unit_bytes: Of the axis.
-        unit: Its name.
 
     Returns:
         Scatter traces, the lowest area first.

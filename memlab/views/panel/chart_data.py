@@ -100,8 +100,6 @@ def mark_moment(drawing: Drawing, shown: Run | None, moment: int | None, pool: s
         drawing: The result of `chart_drawing` for the same run and one rank; it is changed.
         shown: The run, as that of the rank.
         moment: Number of the event, counted from the step's start.
-        pool: The drawing's pool.
-        axis: The drawing's axis.
 
     Returns:
         The same drawing.

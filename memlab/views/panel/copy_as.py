@@ -11,11 +11,7 @@ from memlab.views.panel.state import LabState
 
 
 class CopyAs:
-    """A list of frameworks, and a text to copy from. `box` is the widget.
-
-    Args:
-        state: Whose `LabState.lines_to_copy` are shown.
-    """
+    """A list of frameworks, and a text to copy from, which is the state's `lines_to_copy`. `box` is the widget."""
 
     def __init__(self, state: LabState) -> None:
         self._state = state

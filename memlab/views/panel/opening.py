@@ -32,7 +32,6 @@ class Opening(ipywidgets.VBox):  # type: ignore[misc]  # ipywidgets ships no typ
     A tiny model trains in this process. Of a model of full size, steps are predicted.
 
     Args:
-        panel_of: Makes the panel of a lab.
         open_lab: `memlab.Lab`, or a test's substitute.
     """
 

@@ -31,13 +31,7 @@ class Preset:
 
     @classmethod
     def of_job(cls, framework_name: str, source: str, **keys: Any) -> Preset:
-        """Returns what a job with these keys has, read by the tables with which jobs are read.
-
-        Args:
-            framework_name: One of `FRAMEWORKS`.
-            source: The file that gives the keys.
-            **keys: Values by the framework's keys.
-        """
+        """Returns what a job with these keys has, read by the tables with which jobs are read."""
         framework, entries = FRAMEWORKS[framework_name], Entries()
         for key, value in keys.items():
             entries.add(key, value, None)

@@ -182,7 +182,6 @@ def columns(runs: Sequence[Run], base: Run | None = None) -> dict[str, str]:
     """Returns those of `COLUMNS` that tell the runs apart: not a workload, status or loss that all of them have.
 
     Args:
-        runs: Those of the table.
         base: The run that they are compared with, if there is one.
     """
     left_out = set() if any(run.job for run in runs) else {OF_JOBS}

@@ -18,7 +18,6 @@ class RunBar:
     """The rows that start and end steps. `box` is the widget.
 
     Args:
-        state: What it shows and changes.
         what_if: What the selected settings would need.
         *others: Further buttons of the first row.
     """

@@ -177,8 +177,6 @@ def text_twin(shown: Run | None, pinned: Run | None, rank: int | None = None, pi
     """Returns what the chart and the table of runs show, as text.
 
     Args:
-        shown: The run.
-        pinned: The run that it is compared with.
         rank: The rank that is shown of a run on several; None shows all.
         pinned_rank: The rank of the pinned run; None is the same as `rank`.
     """

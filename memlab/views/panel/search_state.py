@@ -31,7 +31,6 @@ class SearchState(traitlets.HasTraits):
 
     Args:
         state: The panel's state; settings taken from the front go into its form.
-        start_search: Starts the search.
         what_if: Without a run, the proposed limit is a share of the peak that it has predicted.
     """
 

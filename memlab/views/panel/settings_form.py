@@ -93,8 +93,6 @@ class SettingsForm:
         The workload and the allocator's options stay.
 
         Args:
-            settings: Memory settings.
-            state: Training state.
             smallest_tensor: Shown where the settings do not offload modules, in elements.
         """
         usual = {name: OPTIONS[name].default for name in MemorySettings.__slots__} | _UNTIL_CHOSEN

@@ -72,11 +72,7 @@ _PRESSED_MEANWHILE = "Run was pressed during this step and started nothing: pres
 
 
 class LabState(traitlets.HasTraits):
-    """What a panel on one lab shows.
-
-    Args:
-        lab: Takes the steps and keeps the records.
-    """
+    """What a panel on a lab shows, which takes the steps and keeps the records."""
 
     form = traitlets.Instance(SettingsForm)
     """The settings, the workload, the training state and the allocator's options that the controls show."""

@@ -99,11 +99,7 @@ each expert.
 
 
 def limits_page(limits: Sequence[tuple[Limit, Limit]]) -> str:
-    """Writes measured limits beside predicted ones.
-
-    Args:
-        limits: Pairs of a measured and a predicted limit; at least one.
-    """
+    """Writes measured limits, at least one, beside predicted ones."""
     rows = [
         '| step | setting | measured GB | predicted GB | error | memlab says "fits" from GB | for too little |',
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",

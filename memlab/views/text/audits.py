@@ -17,9 +17,6 @@ from memlab.views.text.record import without_layer_numbers
 def residency_blocks(audit: ResidencyAudit) -> list[Block]:
     """Describes where parameters, gradients and optimizer state are between two steps, and what is wrong with that.
 
-    Args:
-        audit: What `Lab.audit_residency` returned.
-
     Returns:
         A table with one row per holder on the device and one per group on the host, and the complaints.
     """
@@ -102,11 +99,7 @@ def device_bytes_blocks(moments: Mapping[str, DeviceBytes]) -> list[Block]:
 
 
 def groups_used_blocks(used: Mapping[str, Sequence[str]]) -> list[Block]:
-    """Describes which of parameters, gradients and optimizer state each phase uses.
-
-    Args:
-        used: What `Lab.groups_used` returned: phase to groups.
-    """
+    """Describes which of parameters, gradients and optimizer state each phase uses, by `Lab.groups_used`."""
     rows = [["phase", *GROUPS]]
     rows += [[phase, *("yes" if group in groups else "-" for group in GROUPS)] for phase, groups in used.items()]
     return [Table(rows)]
@@ -185,11 +178,7 @@ class RetainedLeaf(Protocol):
 
 
 def retained_blocks(leaves: Iterable[RetainedLeaf]) -> list[Block]:
-    """Describes what modules keep allocated between steps, by which path; equal paths of several layers are one entry.
-
-    Args:
-        leaves: What `Lab.retained` returned.
-    """
+    """Describes what modules keep allocated between steps, by which path; equal paths of layers are one entry."""
     groups: dict[tuple[str, tuple[str, ...], tuple[int, ...]], list[RetainedLeaf]] = {}
     for leaf in leaves:
         groups.setdefault((without_layer_numbers(leaf.holder), leaf.path, leaf.shape), []).append(leaf)

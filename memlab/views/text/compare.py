@@ -182,7 +182,6 @@ def byte_column(
     Args:
         above: First line of its name.
         name: Second line of its name.
-        values: Its bytes.
         known: Which of the values are known; None if all are.
         largest: A byte count that the unit has to suit as well, for columns with one unit.
     """

@@ -19,10 +19,8 @@ def formula_blocks(
 
     Args:
         formula: Bytes by module, as derived by hand.
-        metered: Bytes by module.
         tokens: A number by which the first column of numbers divides the metered bytes; with 1 there is no such column.
         titles: The titles of the two columns that are compared.
-        with_sum: Whether the last row is the sum.
 
     Raises:
         ValueError: If both are empty.

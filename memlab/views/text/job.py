@@ -33,6 +33,7 @@ _OF_PHASES = (
     "rollout_micro_batch_size",
 )
 """What a job does between training steps, in short."""
+_FEW_KEYS = 4
 _OF_SCENARIO = options_of(Scenario)
 _OWN_DEFAULTS: dict[str, Any] = {
     field.name: field.default for cls in (Layout, TrainingState, MemorySettings) for field in fields(cls)
@@ -40,19 +41,14 @@ _OWN_DEFAULTS: dict[str, Any] = {
 
 
 def job_table(job: Job, common: OfAnyModel | None = None) -> str:
-    """Returns the report that ``memlab job`` prints.
-
-    Args:
-        job: What memlab understood.
-        common: What holds for any model, of a job that memlab cannot predict.
-    """
+    """Returns the report that ``memlab job`` prints; without a prediction, `common` is what holds for any model."""
     framework = TABLES[job.framework]
     causes = [f"{job.path.name}, {cause}" for cause in job.causes]
     parts = [
         causes,
         [f"{job.path.name}: a job of {framework.title} (names and defaults of {framework.source})"],
         _summary(job),
-        [] if common is None else _of_any_model(common),
+        [] if common is None else _of_any_model(common, job),
         _as_read(job.as_read) if common is None or not common.values else [],
     ]
     given = [taken for taken in job.taken if taken.place != "default"]
@@ -112,7 +108,7 @@ def _range(job: Job) -> str:
     return f" (the job has {most})" if fewest == most else f" (the job has {fewest} to {most}, as the data decides)"
 
 
-def _of_any_model(common: OfAnyModel) -> list[str]:
+def _of_any_model(common: OfAnyModel, job: Job) -> list[str]:
     if common.cannot_start is not None:
         whose = "" if common.model else "with any model, "
         return [f"{whose}this job cannot start as its file stands: {common.cannot_start}"]
@@ -131,8 +127,10 @@ def _of_any_model(common: OfAnyModel) -> list[str]:
         lines += _wrapped(f"{part:10} {', '.join(words) or 'default'}")
     if common.depends_on_model:
         lines += _wrapped(f"depends on the model: {', '.join(common.depends_on_model)}")
-    lines += [f"  not modelled: {_named(one)}: {one.effect}: {one.reason}" for one in common.not_modelled]
-    return lines + [f"  {warning}" for warning in common.warnings]
+    of_job = {one.key for one in job.not_modelled}  # which the report lists in any case
+    others = [one for one in common.not_modelled if one.key not in of_job]
+    lines += [f"  not modelled: {_named(one)}: {one.effect}: {one.reason}" for one in others]
+    return lines + [f"  {warning}" for warning in common.warnings if warning not in job.warnings]
 
 
 def _as_read(values: dict[str, Any]) -> list[str]:
@@ -200,8 +198,20 @@ def _missing(missing: tuple[NotModelled, ...]) -> list[str]:
         lines += [f"  {one.place:9} {_named(one)}: {words[one.effect]}{_at_most(one)}: {one.reason}" for one in known]
     if unknown:
         lines.append(f"keys that memlab does not know ({len(unknown)})")
-        lines += _wrapped(", ".join(one.key for one in unknown))
+        lines += _wrapped(", ".join(_unknown_keys(unknown)))
     return lines
+
+
+def _unknown_keys(unknown: list[NotModelled]) -> list[str]:
+    """Returns the keys that the job's file itself has, and how many of each section its configurations have."""
+    own = [one.key for one in unknown if " of " not in one.place]
+    of_sections: dict[str, list[str]] = {}
+    for one in unknown:
+        if one.key not in own:
+            of_sections.setdefault(one.key.partition(".")[0], []).append(one.key)
+    for section, keys in of_sections.items():
+        own += keys if len(keys) <= _FEW_KEYS else [f"{len(keys)} of {section}, such as {keys[0]}"]
+    return own
 
 
 def _at_most(missing: NotModelled) -> str:

@@ -8,12 +8,7 @@ from memlab.units import GIB, format_bytes
 
 
 def phases_table(job: JobPhases, peak: PeakRange | None = None) -> str:
-    """Returns a row for each phase, and what the host holds.
-
-    Args:
-        job: The phases.
-        peak: Both ends of the peak of the training step; None if nothing is known only as a bound.
-    """
+    """Returns a row for each phase, and what the host holds; without a `peak`, nothing is known only as a bound."""
     gpu = "" if job.gpu_memory_bytes is None else f" of {format_bytes(job.gpu_memory_bytes)}"
     header = _row("", "training", "left for engine", "engine", "left")
     lines = [f"phases of the job on rank {job.rank}{gpu}, GiB", header, *(_phase(phase) for phase in job.phases)]
@@ -40,7 +35,8 @@ def phases_table(job: JobPhases, peak: PeakRange | None = None) -> str:
         short = _short(phase)
         is_certain = peak is None or (short > peak.less_bytes and not peak.may_be_lower)
         if short:
-            lines.append(f"{phase.name} {'does not' if is_certain else 'may not'} fit: short by {format_bytes(short)}")
+            verb, kind = "does not" if is_certain else "may not", "reserved" if phase.reserved_bytes else "allocated"
+            lines.append(f"{phase.name} {verb} fit: short by {format_bytes(short)} of {kind} bytes")
     node, rank = format_bytes(job.host_bytes_of_node), format_bytes(job.host_bytes_of_rank)
     lines.append(f"host memory of a node: {node} ({job.ranks_per_node} ranks x {rank}, if all are like this rank)")
     return "\n".join(lines)

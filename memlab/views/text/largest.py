@@ -9,11 +9,7 @@ from memlab.views.text.columns import aligned, in_unit, wrapped
 
 
 def largest_table(found: Largest) -> str:
-    """Writes the answer in one sentence, and then what was tried.
-
-    Returns:
-        Lines of at most `LINE_WIDTH` characters.
-    """
+    """Writes the answer in one sentence, and then what was tried."""
     unit_bytes, unit = binary_unit(max(one.peak_allocated_bytes for one in found.tried))
     rows = [[found.what, "peak", "to spare", "", ""], ["", unit, unit, "worst", "verdict"]]
     for one in found.tried:

@@ -11,11 +11,7 @@ from memlab.views.text.columns import Block, Table, in_unit
 
 
 def over_steps_blocks(runs: Mapping[str, Sequence[StepRecord | WatchRecord]]) -> list[Block]:
-    """Describes each run by three rows, with a column per step.
-
-    Args:
-        runs: At least one, by its name; the steps of each in their order.
-    """
+    """Describes each run, by its name, by three rows, with a column per step."""
     blocks: list[Block] = []
     for name, records in runs.items():
         unit_bytes, unit = binary_unit(max(record.peak_allocated_bytes for record in records))

@@ -26,11 +26,7 @@ def ranks_table(records: Sequence[StepRecord]) -> str:
 
 
 def ranks_blocks(records: Sequence[StepRecord]) -> list[Block]:
-    """Describes the ranks of one step by one row per rank; a predicted step has no time.
-
-    Args:
-        records: At least one, of the same job: all ranks, or one of every kind.
-    """
+    """Describes ranks of one job, all or one of every kind, by a row each; a predicted step has no time."""
     job = JobRecord.of(records)
     head = [f"{job_words(job.scenario)}, on {job.backend}", *state_lines(job.scenario), f"settings: {job.settings}"]
     blocks: list[Block] = [

@@ -108,9 +108,6 @@ def record_table(record: StepRecord, pool: str = "device") -> str:
     Args:
         record: Any record; it needs no timeline for the device.
         pool: What the table is about, such as ``"host"``. A record without a timeline has the device's table only.
-
-    Returns:
-        Lines of at most `LINE_WIDTH` characters.
     """
     timeline = record.timeline if pool != "device" else None
     pool = pool if timeline is not None else "device"

@@ -43,7 +43,6 @@ def answer_blocks(found: SearchResult, *, is_narrow: bool = False) -> list[Block
     """Returns the answer: the best setting in one line, and the table of those that fit with the least extra work.
 
     Args:
-        found: The search.
         is_narrow: Leaves out the columns that a narrow page has no room for.
     """
     if not found.cheapest:

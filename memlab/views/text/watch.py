@@ -12,14 +12,10 @@ from memlab.vocabulary import place_in_words
 
 
 def watch_table(record: WatchRecord, pool: str = "device") -> str:
-    """Writes one block: its peak and what made it up, where the peak was, and what stayed.
-
-    Returns:
-        Lines of at most `LINE_WIDTH` characters.
-    """
+    """Writes one block: its peak and what made it up, where the peak was, and what stayed."""
     timeline = record.ended_timeline
     if pool != "device":
-        return f"{record.name}: {record.model}, on {record.backend}\n{timeline_table(timeline, pool)}"
+        return f"{_title(record)}\n{timeline_table(timeline, pool)}"
     entries: list[tuple[str, int | None]] = [
         *peak_entries(record.peak_allocated_bytes, record.peak_by_category, record.peak_by_module),
         ("device, at the block's start", record.static_bytes),
@@ -29,12 +25,18 @@ def watch_table(record: WatchRecord, pool: str = "device") -> str:
         ("device, recomputed by backward", record.recomputed_bytes),
         *([("host, the block's peak", record.host_bytes)] if record.host_bytes else []),
     ]
-    head = [f"{record.name}: {record.model}, on {record.backend}", f"the peak is in {_place_of_peak(record)}"]
+    head = [_title(record), f"the peak is in {_place_of_peak(record)}"]
     head += message_lines([record], ["it did not finish"])
     if "unlabelled" in record.peak_by_category:
         head.append("unlabelled: existed before the block, and belongs to neither the model nor an optimizer")
     seconds = f"{record.step_seconds * 1e3:.1f} ms with the meter, {len(timeline):,} events"
     return as_text([head, entries_table(entries, record.peak_allocated_bytes), [seconds]])
+
+
+def _title(record: WatchRecord) -> str:
+    """Names a block and its model, whose class alone may be the block's name."""
+    is_class = record.model.startswith(f"{record.name}, ")
+    return f"{'' if is_class else f'{record.name}: '}{record.model}, on {record.backend}"
 
 
 def _place_of_peak(record: WatchRecord) -> str:

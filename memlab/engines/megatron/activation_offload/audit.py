@@ -53,11 +53,7 @@ class SavedInRegions:
     @classmethod
     @contextmanager
     def of_block(cls, chunks: Sequence[torch.nn.Module]) -> Iterator[SavedInRegions]:
-        """Counts in the block.
-
-        Args:
-            chunks: The rank's model chunks, in the model's order.
-        """
+        """Counts in the block, of the rank's model chunks in the model's order."""
         counted = cls()
         interface = upstream.FineGrainedActivationOffloadingInterface
         enter, leave = interface.__enter__, interface.__exit__
@@ -240,7 +236,6 @@ def audit_offload(
     """Compares the bytes that offload should free with those that it freed, at the peak of the step without offload.
 
     Args:
-        live: The model.
         modules: Module names by the code that `Labels` gives autograd nodes.
         saved: What the modules save under the settings of `plain`.
         plain: A steady step without offload.

@@ -22,7 +22,6 @@ def find_holders(live: LiveModel, modules: list[str], storages: Collection[int])
     """Finds what refers to storages.
 
     Args:
-        live: The model.
         modules: Module names by the code that `Labels` gives autograd nodes.
         storages: Addresses, as ``UntypedStorage._cdata``.
 

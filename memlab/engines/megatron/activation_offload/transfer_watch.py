@@ -32,11 +32,7 @@ class OffloadWatch:
 
     @contextmanager
     def watching(self, on_host: Callable[[torch.Tensor], object]) -> Iterator[None]:
-        """Counts what the block offloads, from zero.
-
-        Args:
-            on_host: Called with each host copy.
-        """
+        """Counts what the block offloads, from zero, and calls `on_host` with each host copy."""
         self.transferred_bytes.clear()
         self._largest_kept_elements.clear()
         push_tensor = upstream.OffloadTensorGroup.push_tensor

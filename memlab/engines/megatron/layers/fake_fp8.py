@@ -421,9 +421,6 @@ def _entered(
 
     Args:
         layer: The linear; another one than column-parallel takes `own` as it is.
-        own: The rank's part.
-        rows: Of the part.
-        width: Of the part.
         rowwise: Whether row-wise values are gathered.
         columnwise: Whether column-wise values are needed.
         in_buffer: Whether a user buffer has the values; a transposed copy of them is then made later.
@@ -551,12 +548,7 @@ def checkpointed(
 
     Args:
         place: Where it is, for `_asks_for_columns`; None tells the linears nothing of this checkpoint.
-        function: What is recomputed.
-        distribute_saved_activations: As in ``te_checkpoint``.
-        get_rng_state_tracker: As in ``te_checkpoint``.
-        tp_group: As in ``te_checkpoint``.
         args: Of `function`. Only their gradients are computed.
-        kwargs: Of `function`.
     """
 
     def run(*inputs: Any) -> Any:

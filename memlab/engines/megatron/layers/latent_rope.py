@@ -35,12 +35,9 @@ def fused_apply_mla_rope_for_q(
     Args:
         query: Shape [sequence, batch, heads, qk_head_dim + emb_dim], or [tokens, heads, ...] of packed sequences.
         cos: Shape [positions, 1, 1, emb_dim].
-        sin: The same.
         qk_head_dim: Channels without a position.
         emb_dim: Channels with one.
         cu_seqlens_q: Where packed sequences end, with a 0 in front.
-        cp_rank: The rank among those that share each sequence.
-        cp_size: Their number.
         rotary_interleaved: Must be False, as in Megatron.
     """
     assert not rotary_interleaved and query.shape[-1] == qk_head_dim + emb_dim
@@ -67,13 +64,10 @@ def fused_apply_mla_rope_for_kv(
         kv: Shape [sequence, batch, heads, k_dim + v_dim], or [tokens, heads, ...] of packed sequences.
         k_pos_emb: The same with one head and `emb_dim` channels.
         cos: Shape [positions, 1, 1, emb_dim].
-        sin: The same.
         emb_dim: Channels with a position.
         k_dim: Channels of a key without one.
         v_dim: Channels of a value.
-        cu_seqlens_kv: As above, and what follows too.
-        cp_rank: The rank among those that share each sequence.
-        cp_size: Their number.
+        cu_seqlens_kv: As above.
         rotary_interleaved: Must be False, as in Megatron.
     """
     assert not rotary_interleaved and kv.shape[-1] == k_dim + v_dim

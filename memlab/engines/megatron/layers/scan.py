@@ -220,7 +220,6 @@ def scan(
     """Computes Mamba 2 over all pairs of tokens (https://arxiv.org/abs/2405.21060, equation 16), in fp32.
 
     Args:
-        sizes: Of the layer.
         projected: Shape [batch, tokens, columns].
         conv_weight: Shape [channels of the convolution, tokens that it sees].
         conv_bias: Shape [channels of the convolution].

@@ -143,7 +143,6 @@ def split_of(
 
     Args:
         way: Along which dimension of its weight.
-        config: Of the model.
         buffer_name: Megatron's name of its user buffers (``tp_comm_buffer_name``), as ``qkv``.
         has_norm: Whether a norm is fused with it.
     """

@@ -33,7 +33,6 @@ def selecting_own_rows(
     """Returns the all-gather dispatcher's ``dispatch_postprocess``, which selects as a GPU does.
 
     Args:
-        dispatch_postprocess: Megatron's own.
         count: Is given the dispatcher and its map [tokens of all ranks, experts of this rank], and returns how many
             tokens each of the experts gets, on the host.
     """

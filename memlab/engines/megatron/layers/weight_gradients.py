@@ -40,8 +40,6 @@ def unused_gradient(shape: list[int], dtype: torch.dtype, zero: bool = False) ->
     """Replaces ``get_dummy_wgrad``.
 
     Args:
-        shape: Of the weight.
-        dtype: Of the weight.
         zero: Whether to set it to 0: of an embedding that is also the output layer, autograd adds it to the other's.
     """
     key = (*shape, dtype)
