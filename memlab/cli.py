@@ -65,7 +65,7 @@ def build_parser(names: Collection[str] = tuple(_COMMANDS)) -> argparse.Argument
         if name in names:
             command = import_module(f"memlab.commands.{name}")
             command.add_arguments(subparser)
-            subparser.set_defaults(prepare=command.prepare, prog=subparser.prog, page=subparser.format_help())
+            subparser.set_defaults(prepare=command.prepare, prog=subparser.prog, page=subparser.format_help)
     return parser
 
 
@@ -134,10 +134,11 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     if place < len(argv):
         arguments.values_of_script = list(argv[place + 1 :])
     if unknown:
-        flags = set(re.findall(r"--[a-z][a-z-]*", arguments.page)) - {unknown[0]}
+        page = arguments.page()
+        flags = set(re.findall(r"--[a-z][a-z-]*", page)) - {unknown[0]}
         near = difflib.get_close_matches(unknown[0].partition("=")[0][:_LONGEST_VALUE], sorted(flags), 1)
         mean = f"did you mean {near[0]}? All flags: " if near else ""
-        if unknown[0].startswith("--model") and " ARCH" in arguments.page:
+        if unknown[0].startswith("--model") and " ARCH" in page:
             mean = "give the model without a flag, as the first argument: "
         raise ValueError(f"unrecognized arguments: {' '.join(unknown)}: {mean}see {arguments.prog} --help")
     return arguments

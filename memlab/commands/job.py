@@ -52,7 +52,7 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
         )
 
     job = read(None, fields_only=False)
-    if job.scenario is not None:
+    if job.scenario is not None and arguments.as_framework is not None:
         check_engine_of(arguments.as_framework, job.scenario)
 
     def report() -> int:

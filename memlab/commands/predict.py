@@ -15,7 +15,7 @@ from typing import Any
 from memlab.analysis.diagnosis import worst
 from memlab.commands.shared.asked_step import AskedStep, asked_step
 from memlab.commands.shared.exit_codes import EXIT_CODES
-from memlab.commands.shared.job_flags import add_writing_option
+from memlab.commands.shared.job_flags import add_writing_option, writable_as
 from memlab.commands.shared.output import add_record_arguments, claimed_folder, save_record
 from memlab.commands.shared.process import stdout_reserved_for_result
 from memlab.commands.shared.step_flags import (
@@ -44,14 +44,12 @@ from memlab.fitting.does_it_fit import (
 from memlab.fitting.outside_torch import outside_torch_of
 from memlab.fitting.peak_range import PeakRange
 from memlab.jobs.frameworks.framework import NotModelled
-from memlab.jobs.writing import writable
 from memlab.lab.job_phases import phases_of, predict_phases
 from memlab.lab.search_steps import SimulatedSteps, StepInterrupted, stepping
 from memlab.record.job_phases import JobPhases
 from memlab.record.job_record import JobRecord
 from memlab.record.step_record import StepRecord
 from memlab.units import format_bytes, remaining
-from memlab.views.text.job import lines_for
 
 _SECONDS_FOR_ADVICE = 60.0
 """For what would fit, after the prediction and its verdict."""
@@ -107,6 +105,8 @@ def prepare(arguments: argparse.Namespace) -> Callable[[], int]:
     def job() -> int:
         exit_code = _predict(asked, arguments, claimed)
         if arguments.as_framework is not None:
+            from memlab.views.text.job import lines_for
+
             print(f"\n{lines_for(arguments.as_framework, asked.scenario, asked.settings, asked.job)}")
         return exit_code
 
@@ -264,7 +264,7 @@ def _advised(found: _Predicted, fit: Fit, arguments: argparse.Namespace) -> Fit:
     of_verdict = fit
     try:
         fit = advice.with_expandable_segments(fit, found.records)
-        is_allowed = writable(arguments.as_framework, judged.scenario, judged.settings)
+        is_allowed = writable_as(arguments.as_framework, judged.scenario, judged.settings)
         with advice.stepping(judged.scenario) as steps:
             fit = with_alternatives(fit, judged, steps, found.not_modelled, is_allowed=is_allowed)
         return advice.on_all_ranks(fit, others)

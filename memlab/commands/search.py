@@ -15,7 +15,7 @@ from memlab.commands.predict import other_ranks_line
 from memlab.commands.shared.asked_step import asked_step
 from memlab.commands.shared.engines import EnginesNotStartedError, number_or_profile, open_engines
 from memlab.commands.shared.exit_codes import EXIT_CODES
-from memlab.commands.shared.job_flags import add_writing_option
+from memlab.commands.shared.job_flags import add_writing_option, writable_as
 from memlab.commands.shared.option_flags import whole_number
 from memlab.commands.shared.output import check_new_file, out_path
 from memlab.commands.shared.process import stdout_reserved_for_result, terminated_as_by_ctrl_c
@@ -39,9 +39,7 @@ from memlab.fitting.pareto_front import SearchResult, default_resolution_bytes
 from memlab.fitting.peak_range import with_lower_end
 from memlab.fitting.prediction import PredictionLostError
 from memlab.fitting.search import SearchInterrupted
-from memlab.jobs.writing import writable
 from memlab.units import format_bytes
-from memlab.views.text.job import lines_for
 from memlab.views.text.largest import along_front_table, largest_table
 from memlab.views.text.layouts import layouts_table
 
@@ -174,7 +172,7 @@ def _settings_search(arguments: argparse.Namespace) -> Callable[[], int]:
     tried = each_alone(base, scenarios[0]) if arguments.alone else candidates(base, scenarios[0])
     most_engines = _most_engines(scenarios, min(len(tried), arguments.max_steps or sys.maxsize))
 
-    is_allowed = writable(arguments.as_framework, scenarios[0], base)
+    is_allowed = writable_as(arguments.as_framework, scenarios[0], base)
 
     def find_front(workers: Workers) -> SearchResult:
         from memlab.lab.search_workers import front_of
@@ -292,7 +290,7 @@ def _find_layouts(arguments: argparse.Namespace, job: Scenario, given: dict[str,
             stdout_reserved_for_result(),
             _workers(arguments.engines, replay=arguments.replay, anew=arguments.anew) as workers,
         ):
-            is_allowed = writable(arguments.as_framework, job, base)
+            is_allowed = writable_as(arguments.as_framework, job, base)
             found = layouts_that_fit(job, given, base, arguments.gpu_memory, workers, is_allowed)
     except LayoutSearchInterrupted as interrupted:
         found, code = interrupted.found, _code_of(interrupted)
@@ -502,6 +500,8 @@ def _show_lines(
 ) -> None:
     """Prints what ``--as`` asks for."""
     if arguments.as_framework is not None:
+        from memlab.views.text.job import lines_for
+
         print(f"\n{lines_for(arguments.as_framework, scenario, settings, source)}")
 
 

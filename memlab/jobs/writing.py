@@ -145,31 +145,29 @@ def _fields(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     } | scenario.state.options()
 
 
-def writable(framework_name: str | None, scenario: Scenario, base: MemorySettings) -> Callable[[MemorySettings], bool]:
+def writable(framework_name: str, scenario: Scenario, base: MemorySettings) -> Callable[[MemorySettings], bool]:
     """Returns a function that says whether a framework can express other settings of a job as well as its own.
 
     Args:
-        framework_name: One of `FRAMEWORKS`; None, no framework, can express everything.
+        framework_name: One of `FRAMEWORKS`.
         base: The job's own settings. What the framework cannot express of them restricts nothing.
 
     Raises:
         ValueError: If there is no such framework.
     """
-    if framework_name is None:
-        return lambda settings: True
     framework = writer_of(framework_name, scenario.engine)
     before = unsaid(framework, scenario, base).keys()
     return lambda settings: unsaid(framework, scenario, settings).keys() <= before
 
 
-def check_engine_of(framework_name: str | None, scenario: Scenario) -> None:
+def check_engine_of(framework_name: str, scenario: Scenario) -> None:
     """Checks that a framework has the engine of a scenario.
 
     Raises:
         ValueError: If it has another one, or there is no such framework.
     """
-    framework = None if framework_name is None else writer_of(framework_name, scenario.engine)
-    if framework is not None and framework.engine != scenario.engine:
+    framework = writer_of(framework_name, scenario.engine)
+    if framework.engine != scenario.engine:
         others = ", ".join(name for name in FRAMEWORKS if writer_of(name, scenario.engine).engine == scenario.engine)
         raise ValueError(
             f"--as is {framework.name!r}, whose jobs memlab writes for engine {framework.engine!r}, and engine is "

@@ -56,11 +56,13 @@ def swapped(replacements: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
 def originals() -> Iterator[None]:
     """Puts all originals back for the block: what is imported in it must not keep a replacement."""
     replaced = list(_swapped)
+    _swapped.clear()  # an import within may be put off in turn, and ask for this again
     for one in reversed(replaced):
         _put_back(one)
     try:
         yield
     finally:
+        _swapped[:0] = replaced
         for owner, name, _, value in replaced:
             setattr(owner, name, value)
 

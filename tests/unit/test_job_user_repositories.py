@@ -121,7 +121,12 @@ def test_a_configuration_is_found_below_the_folder_where_the_job_is_started(
     job = _read(folder / "run.sh", VERL.format(command))
     values = {one.key: one.value for one in job.taken}
     assert (values["data.max_response_length"], values["trainer.n_gpus_per_node"]) == (156, 4)
-    assert not any("not beside" in one for one in job.warnings)
+    assert not any("not beside" in one or "of another machine" in one for one in job.warnings)
+    elsewhere = VERL.format(f"--config-path=/data/other/config --config-name=small {ROWS}")
+    told = _read(folder / "run.sh", elsewhere)
+    assert {one.key: one.value for one in told.taken}["data.max_response_length"] == 156
+    (said,) = [one for one in told.warnings if "has the folder of another machine" in one]
+    assert str(folder / "config" / "small.yaml") in said
 
 
 def test_a_configuration_of_another_folder_is_not_the_one_that_a_job_names(tmp_path: Path) -> None:

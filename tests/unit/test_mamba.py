@@ -198,6 +198,13 @@ def test_a_pattern_overrides_the_number_of_layers_with_a_word(tmp_path: Path) ->
     assert "num_layers 8 is ignored" in str(job.warnings)
 
 
+def test_a_pattern_in_a_variable_without_quotes_is_no_pattern_of_files(tmp_path: Path) -> None:
+    _script(tmp_path, "--hybrid-override-pattern $KINDS --num-layers 6")
+    (tmp_path / "run.sh").write_text("KINDS=M-M*-M\n" + (tmp_path / "run.sh").read_text())
+    job = Job.read(tmp_path / "run.sh")
+    assert job.required()[0].architecture.hybrid_override_pattern == "M-M*-M"
+
+
 def test_chunks_that_do_not_divide_into_stages_are_refused(tmp_path: Path) -> None:
     job = _script(tmp_path, "--hybrid-layer-pattern 'MM|MM|MM' --pipeline-model-parallel-size 2")
     assert job.scenario is None

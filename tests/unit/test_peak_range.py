@@ -16,6 +16,7 @@ import torch
 from memlab.analysis.limits import Limit
 from memlab.backends.cpu import cuda_replaced
 from memlab.cli import main
+from memlab.commands.shared.job_flags import writable_as
 from memlab.config.layout import Layout
 from memlab.config.scenario import Scenario, routed_by_chance
 from memlab.config.settings import MemorySettings
@@ -336,7 +337,7 @@ def test_no_advice_names_what_the_framework_cannot_express() -> None:
         return Prediction.of(record, ALWAYS, MIB, communicated_bytes={})
 
     for name, is_advised in ((None, True), ("bridge", False)):
-        found = search(MemorySettings(), [job], predict, MIB, is_allowed=writable(name, job, MemorySettings()))
+        found = search(MemorySettings(), [job], predict, MIB, is_allowed=writable_as(name, job, MemorySettings()))
         assert ("optimizer on host except update" in nothing_fits_line(found)) is is_advised, name
         proposed = [point for point in found.points if point.settings.offload_optimizer_except_update]
         assert bool(proposed) is is_advised, name

@@ -733,3 +733,11 @@ def test_two_processes_count_their_own_shards(tmp_path: Path) -> None:
     of_all = sum(each.nbytes for each in mlp().parameters())
     # 64 x 32 + 64 + 32 x 64 + 32 parameters are split evenly.
     assert printed == [f"{[of_all // 2, of_all // 2, of_all]}\n"] * 2
+
+
+@pytest.mark.parametrize(("name", "head"), [("", "Sequential, "), ("mine", "mine: Sequential, ")])
+def test_a_block_of_a_model_s_own_name_says_the_class_once(name: str, head: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with memlab.watch(model, name=name) as run:
+        model(torch.ones(1, 4))
+    assert str(run).startswith(head)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from memlab.commands.shared.job_flags import job_of_flags
 from memlab.config.allocator_settings import AllocatorSettings
@@ -19,8 +19,9 @@ from memlab.config.settings import MemorySettings
 from memlab.config.training_state import LOSS_OPTIONS, TrainingState
 from memlab.config.validation import check_whole_number
 from memlab.config.versions import Versions
-from memlab.jobs.job import Job
-from memlab.jobs.writing import check_engine_of
+
+if TYPE_CHECKING:
+    from memlab.jobs.job import Job
 
 _Options = TypeVar("_Options", MemorySettings, TrainingState, AllocatorSettings)
 _MANY_PASSES = 4
@@ -83,7 +84,10 @@ def asked_step(arguments: argparse.Namespace, *, rank: int | None = 0, measured_
     scenario = Scenario.of(source, **given)
     on_ranks = scenario.on_ranks(rank)
     check_on_model(settings, scenario)
-    check_engine_of(getattr(arguments, "as_framework", None), scenario)
+    if getattr(arguments, "as_framework", None) is not None:
+        from memlab.jobs.writing import check_engine_of
+
+        check_engine_of(arguments.as_framework, scenario)
     return AskedStep(scenario, on_ranks, settings, job)
 
 

@@ -3,11 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from memlab.config.architectures import Architecture, known_names
-from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS, framework_named
-from memlab.jobs.job import Job
+
+if TYPE_CHECKING:
+    from memlab.config.scenario import Scenario
+    from memlab.config.settings import MemorySettings
+    from memlab.jobs.job import Job
+
+
+class _Help(str):
+    """Help with the names of frameworks. Their tables, a tenth of a short command's time, are imported to show it."""
+
+    __slots__ = ()
+
+    def __mod__(self, values: Any) -> str:
+        from memlab.jobs.frameworks.registry import FRAMEWORKS, OF_OTHER_MODELS
+
+        return str.__mod__(self, {"frameworks": ", ".join(FRAMEWORKS), "others": ", ".join(OF_OTHER_MODELS)} | values)
 
 
 def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = True) -> None:
@@ -26,12 +42,13 @@ def add_job_file_options(parser: argparse.ArgumentParser, *, takes_job: bool = T
             help="take model, layout, workload, training state and memory settings from a job's own file (memlab job "
             "explains it); ARCH and flags that you give replace the job's",
         )
-    names = ", ".join(FRAMEWORKS)
     group.add_argument(
         "--format",
         metavar="NAME",
-        help=f"framework of the file: {names} (default: memlab recognizes it); {', '.join(OF_OTHER_MODELS)}: "
-        "take the second model that such a job trains",
+        help=_Help(
+            "framework of the file: %(frameworks)s (default: memlab recognizes it); %(others)s: take the second model "
+            "that such a job trains"
+        ),
     )
     group.add_argument(
         "--set",
@@ -54,7 +71,7 @@ def add_writing_option(parser: argparse.ArgumentParser) -> None:
         "--as",
         dest="as_framework",
         metavar="NAME",
-        help=f"also print the lines to paste into a job of this framework: {', '.join(FRAMEWORKS)}",
+        help=_Help("also print the lines to paste into a job of this framework: %(frameworks)s"),
     )
 
 
@@ -71,8 +88,9 @@ def job_of(
     Raises:
         ValueError: If it cannot be understood.
     """
-    if getattr(arguments, "as_framework", None) is not None:
-        framework_named(arguments.as_framework)
+    from memlab.jobs.job import Job
+
+    _check_framework(arguments)
     return Job.read(
         path,
         format_name=arguments.format,
@@ -91,17 +109,36 @@ def job_of_flags(arguments: argparse.Namespace) -> Job | None:
     Raises:
         ValueError: If the file cannot be understood, or there is neither a job nor a model.
     """
-    if getattr(arguments, "as_framework", None) is not None:
-        framework_named(arguments.as_framework)
-        if arguments.json:
-            raise ValueError(
-                "--as cannot be combined with --json, which prints only one JSON object: leave one of the two out"
-            )
+    if _check_framework(arguments) and arguments.json:
+        raise ValueError(
+            "--as cannot be combined with --json, which prints only one JSON object: leave one of the two out"
+        )
     if arguments.job is None:
         _require_a_model(arguments)
         return None
     given_ranks = getattr(arguments, "world_size", None)
     return job_of(arguments.job, arguments, architecture=arguments.architecture, world_size=given_ranks)
+
+
+def _check_framework(arguments: argparse.Namespace) -> bool:
+    """Returns whether a job of a framework is to be written, which there has to be."""
+    if getattr(arguments, "as_framework", None) is None:
+        return False
+    from memlab.jobs.frameworks.registry import framework_named
+
+    framework_named(arguments.as_framework)
+    return True
+
+
+def writable_as(
+    framework_name: str | None, scenario: Scenario, base: MemorySettings
+) -> Callable[[MemorySettings], bool]:
+    """Returns what `memlab.jobs.writing.writable` returns; None, no framework, can express everything."""
+    if framework_name is None:
+        return lambda settings: True
+    from memlab.jobs.writing import writable
+
+    return writable(framework_name, scenario, base)
 
 
 def _require_a_model(arguments: argparse.Namespace) -> None:

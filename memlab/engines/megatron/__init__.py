@@ -2,10 +2,12 @@
 
 import logging
 import warnings
+from importlib.metadata import version
 
 import torch
 
-from memlab.upstream.compiler_on_demand import compiled_when_called, put_off
+from memlab.upstream import compiler_on_demand, symbols_on_demand
+from memlab.upstream.hidden_modules import hidden
 from memlab.upstream.patching import patched, swapped
 
 # Importing megatron-core advises on optional packages (Apex, Transformer Engine), which `memlab doctor` reports. A CUDA
@@ -18,8 +20,17 @@ with (
     # torch.compile imports torch's compiler when the first function is decorated: 2 s of CPU. Without a GPU memlab runs
     # the functions below Megatron's decorators (backends/cpu.py), and needs no compiler.
     has_gpu = torch.cuda.device_count() > 0
-    if not has_gpu:
-        put_off()
-    with patched({"torch.compile": torch.compile if has_gpu else compiled_when_called}):
-        import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+    if has_gpu:
+        import megatron.core.models.gpt.gpt_layer_specs
+    else:
+        compiler_on_demand.put_off()
+        symbols_on_demand.put_off()
+        absent, later = list[str](), list[str]()
+        if version("megatron-core").startswith("0.16."):  # later ones cannot be imported without these
+            absent += ["triton", "torch.distributed._tensor", "torch.distributed.fsdp"]
+            absent += ["megatron.core.distributed.fsdp.src.megatron_fsdp"]
+            later += ["torch.distributed.checkpoint", "torch.distributed.checkpoint.default_planner"]
+        with patched({"torch.compile": compiler_on_demand.compiled_when_called}), hidden(absent, later):
+            import megatron.core.models.gpt.gpt_layer_specs  # noqa: F401
+        del absent, later
     del has_gpu
