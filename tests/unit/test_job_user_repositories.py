@@ -848,6 +848,7 @@ def test_a_named_configuration_of_a_program_that_is_not_there_is_the_only_one_of
     job = _read(tmp_path / "scripts" / "run.sh", text)
     assert {one.key: one.value for one in job.taken}["trainer.n_gpus_per_node"] == (4 if number == 1 else 8)
     assert any("the configuration 'own' is not beside" in one for one in job.warnings) is (number == 2)
+    assert any("own.yaml, the only file of that name" in one for one in job.warnings) is (number == 1)
 
 
 def test_a_report_names_what_memlab_does_not_know_once_and_the_keys_of_configurations_by_section(
