@@ -112,13 +112,12 @@ class _InPlace(MetaPathFinder, Loader):
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None:
             self._loaders[fullname], spec.loader = spec.loader, self
+            self._stand_ins[fullname].is_put_off = False
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Returns the stand-in."""
-        stand_in = self._stand_ins[spec.name]
-        stand_in.is_put_off = False
-        return stand_in
+        return self._stand_ins[spec.name]
 
     def exec_module(self, module: ModuleType) -> None:
         """Imports the module, as which it looks from now on like any other."""

@@ -90,6 +90,7 @@ def test_whoever_holds_a_stand_in_has_the_module_itself(tmp_path: Path, monkeypa
     assert type(held) is ModuleType
     assert {"last", "part"} < set(dir(held))
     assert importlib.reload(held) is held
+    del sys.modules["made_up.part"]
     with pytest.raises(AttributeError, match=r"^module 'made_up' has no attribute 'is_put_off'$"):
         held.is_put_off  # noqa: B018
 
@@ -102,6 +103,17 @@ def test_completions_of_a_stand_in_are_those_of_the_module(tmp_path: Path, monke
     monkeypatch.setitem(sys.modules, "made_up", held)
     with swapped([(importlib, "here", 1)]):
         assert "first" in dir(held)  # a step on another thread keeps what it has replaced
+
+
+def test_a_stand_in_can_be_reloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "loaded_again").mkdir()
+    (tmp_path / "loaded_again" / "__init__.py").write_text("import loaded_again.part as part")
+    (tmp_path / "loaded_again" / "part.py").write_text("import loaded_again")
+    monkeypatch.syspath_prepend(tmp_path)
+    held = symbols_on_demand._StandIn("loaded_again")
+    monkeypatch.setattr(sys, "meta_path", [symbols_on_demand._InPlace({"loaded_again": held}), *sys.meta_path])
+    monkeypatch.setitem(sys.modules, "loaded_again", held)
+    assert importlib.reload(held) is held is sys.modules.pop("loaded_again.part").loaded_again
 
 
 def test_a_hidden_module_is_absent_or_imported_when_it_is_asked() -> None:
