@@ -55,7 +55,7 @@ _KINDS: dict[str, type] = {
     "versions": Versions,
 }
 _BY_NAME: dict[type, str] = {
-    Layout: ", or write Layout.from_text('TP4')",
+    Layout: ", or write Layout.from_text('TP2 DP4')",
     **dict.fromkeys((Architecture, Routing), ", or use Scenario.of, which takes a name or a path"),
 }
 """How else to give what has to be of one of these types."""

@@ -37,10 +37,13 @@ def of_settings(settings: MemorySettings, architecture: Architecture) -> dict[st
     if settings.offload_optimizer and settings.offload_optimizer_except_update:
         reasons["offload_optimizer"] = "offload_optimizer_except_update already keeps the same state on the host"
     if settings.checkpoint_input_remedy is not None and not checkpoints_moe_layers(settings, architecture):
-        reasons["checkpoint_input_remedy"] = "only a checkpoint around an MoE layer keeps its input: " + (
-            "choose recompute_granularity 'full', or recompute 'moe'"
-            if architecture.keeps_graph
-            else f"{architecture.name} is dense and has none"
+        reasons["checkpoint_input_remedy"] = (
+            "only a checkpoint that contains a router keeps its input after backward: "
+            + (
+                "choose recompute_granularity 'full', or recompute 'moe'"
+                if architecture.keeps_graph
+                else f"{architecture.name} is dense and has none"
+            )
         )
     if {"core_attn"} <= set(settings.offload_modules or ()) & set(settings.recompute_modules or ()):
         reasons["offload_modules:core_attn"] = "core_attn is recomputed, and then Megatron offloads nothing of it"

@@ -54,6 +54,7 @@ class FormulaCheck(Goals):
         hint: str,
         within: float | Sequence[float] = 0.01,
         tokens: Sequence[int] = (),
+        measured: bool = False,
     ) -> Self:
         """Requires a value in each case, to within a share of it.
 
@@ -63,10 +64,11 @@ class FormulaCheck(Goals):
             hint: What to look at, in the words of the exercise.
             within: The share by which a result may differ, in all cases or in each; 0 allows only rounded floats.
             tokens: As for `is_exactly`.
+            measured: Whether no formula gives all values exactly, so that a result that does is a copy of them.
         """
         shares = [max(each, _ROUNDING_OF_FLOATS) for each in (within if isinstance(within, Sequence) else [within])]
         shares *= len(values) // len(shares)
-        if self._is_no_formula(values) or self._is_in_another_unit(values, unit, tokens, max(shares)):
+        if self._is_no_formula(values, measured) or self._is_in_another_unit(values, unit, tokens, max(shares)):
             return self
         for place, (mine, needed, share) in enumerate(zip(self._numbers, values, shares, strict=True), start=1):
             if not math.isclose(mine, needed, rel_tol=share):
@@ -83,9 +85,9 @@ class FormulaCheck(Goals):
             how = f"exactly for case{'s' * (len(exact) > 1)} {listed(exact)}, else {how}"
         return self.goal(True, f"{given} {unit}: right {how}")
 
-    def _is_no_formula(self, needed: Sequence[float]) -> bool:
-        """Whether the answer is the very list of the right numbers, or not one result per case; the line says so."""
-        if self._given is needed:
+    def _is_no_formula(self, needed: Sequence[float], measured: bool = False) -> bool:
+        """Whether the answer is the list of the right numbers itself, or not one result per case; the line says so."""
+        if self._given is needed or (measured and self._numbers == [*needed]):
             self.goal(False, "these are the numbers with which the check compares, must be a formula in letters")
             return True
         if len(self._numbers) == len(needed):

@@ -637,16 +637,26 @@ def _take_configuration(
         if key == "config_name" and "config_path" not in flags.by_key:
             others += [_file_of_a_name(base.name, named, path)]
         elsewhere = _of_another_machine(folder, where, base, path)
-        base = next((one for one in (base, *others, *elsewhere) if _is_file(one)), base)
-        if base in elsewhere and not entry.is_unknown:
-            entries.warnings.append(
-                f"{entry.place}: the configuration {shortened(name)} has the folder of another machine, so memlab "
-                f"reads {base}, whose path ends alike: give its keys with --set if that is another file"
-            )
+        beside, base = base, next((one for one in (base, *others, *elsewhere) if _is_file(one)), base)
+        is_alone = not folder and key == "config_name" and named is None and base != beside and others[-1] == base
+        entries.warnings += _said_of_place(entry, base, is_alone=is_alone, is_elsewhere=base in elsewhere)
         if entry.is_unknown or not _is_file(base):
             _take_missing_configuration(name, entry, framework, entries)
             continue
         _take_configuration_file(base, framework, entries)
+
+
+def _said_of_place(entry: Entry, base: Path, *, is_alone: bool, is_elsewhere: bool) -> list[str]:
+    """Says where a configuration is that is in no folder that the job names, if there is one."""
+    if is_alone:
+        reads = f"{entry.place}: memlab reads {base}, the only file of that name in the repository"
+        return [f"{reads}: give its keys with --set if the program reads another one"]
+    if is_elsewhere and not entry.is_unknown:
+        lies = f"{entry.place}: the configuration {shortened(str(entry.value))} has the folder of another machine"
+        return [
+            f"{lies}, so memlab reads {base}, whose path ends alike: give its keys with --set if that is another file"
+        ]
+    return []
 
 
 def _file_of_a_name(name: str, named: tuple[Path, str, str] | None, path: Path) -> Path:

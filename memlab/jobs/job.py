@@ -705,7 +705,10 @@ def _names_of_the_run(reading: Reading) -> list[str]:
     """Returns the names by which a user calls a job: of its file and of its run."""
     entries = reading.entries.by_key.items()
     of_run = [str(one.value) for key, one in entries if _OF_A_RUN.search(key) and isinstance(one.value, str)]
-    return [reading.path.stem, *of_run, *lines_of_siblings(reading.path, str(reading.values.get("architecture") or ""))]
+    model = str(reading.values.get("architecture") or "")
+    # A model that memlab knows needs no other file.
+    siblings = [] if published_architecture(model) is not None else lines_of_siblings(reading.path, model)
+    return [reading.path.stem, *of_run, *siblings]
 
 
 def _least_kept(reading: Reading, given: str | Path | Architecture | None) -> dict[str, int]:

@@ -45,9 +45,12 @@ def lines_of_siblings(script: Path, model: str) -> list[str]:
         return []
     folder, found = re.compile(re.escape("/".join(parts)) + r"(?![\w.-])"), []
     for file in sorted(script.parent.glob("*.sh"))[:_MOST_FILES]:
-        if file.name == script.name or not file.is_file() or file.stat().st_size > _MOST_BYTES:
+        try:
+            if file.name == script.name or not file.is_file() or file.stat().st_size > _MOST_BYTES:
+                continue
+            text = file.read_text(encoding="utf-8", errors="replace")
+        except OSError:  # a script of another user says nothing
             continue
-        text = file.read_text(encoding="utf-8", errors="replace")
         if folder.search(text):
             found += [line for line in text.splitlines() if "/" in line and "model" in line.lower()]
     return found

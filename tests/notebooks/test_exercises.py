@@ -561,6 +561,7 @@ EXERCISES = {
                 "mine = [8192, 4096, 16384]",
                 "mine = [8192, 4096, 16384, 4096]",
                 "mine = longest_batches",
+                "mine = list(longest_batches)",
                 "mine = [step[2] for step in reversed(steps)]",
                 for_each("12288 - tokens", LONGEST, "steps"),
                 for_each("8192 * 4096 / tokens", LONGEST, "steps"),

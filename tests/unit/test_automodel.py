@@ -630,3 +630,5 @@ def test_a_configuration_that_a_recipe_writes_out_is_the_model_s(tmp_path: Path)
     lacking = read(tmp_path, _SIZES.replace("CLASS", "Qwen3MoeConfig").replace("vocab_size", "other"))
     assert "model.config._target_" in str(lacking.not_supported) and "'vocab_size'" in str(lacking.not_supported)
     assert read(tmp_path, _SIZES.replace("CLASS", "BambaConfig")).not_supported is not None
+    unknown = read(tmp_path, _SIZES.replace("CLASS", "Qwen3MoeConfig").replace("2048", "'${missing}'"))
+    assert "model.config.hidden_size: a size of the model that is known only" in str(unknown.not_supported)

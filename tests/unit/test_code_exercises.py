@@ -684,6 +684,13 @@ def test_a_value_that_is_off_is_named(answer: Any, line: str, capsys: pytest.Cap
     assert capsys.readouterr().out == f"not yet: {line}\n"
 
 
+@pytest.mark.parametrize("copied", [[2, 5], (2.0, 5), np.array([2, 5])], ids=["a list", "a tuple", "numpy"])
+def test_values_that_no_formula_gives_exactly_are_a_copy(copied: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not check(copied).is_about([2, 5], "tokens", "count them", measured=True)
+    assert "these are the numbers with which the check compares, must be a formula" in capsys.readouterr().out
+    assert check([2.001, 5]).is_about([2, 5], "tokens", "count them", measured=True)
+
+
 def test_one_function_where_two_belong_together_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert not check(function(RELEASE, "model")).moves_gradients_of(None)
     assert capsys.readouterr().out.endswith("must get two. Hint: write check((release, load)).\n")

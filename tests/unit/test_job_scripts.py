@@ -712,6 +712,7 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
     [
         ("exit 3\nrun", "line 1: the script ends here in any case (exit 3)"),
         ("set -e\nexit\nrun", "line 2: the script ends here in any case (exit 0)"),
+        ("return 1\nrun", None),
         ("run\nexit 0", None),
         ("f() { exit 1; }\nrun", None),
         ("if true; then exit 1; fi\nrun", None),
@@ -772,3 +773,26 @@ def test_undecided_variables_are_named_together_and_only_where_a_job_has_them() 
     assert together.startswith("lines 3 to 7: ")
     assert "A, B, C, D, E: give what the script is started with" in together
     assert warnings("export PYTORCH_CUDA_ALLOC_CONF=x\nexport A B\ntrain") != []
+    assert warnings('echo "$A"\ntrain --tp 2') == []
+
+
+@pytest.mark.parametrize(
+    "uses",
+    [
+        'srun bash -c "\n  train \\\n  --tp $A"',
+        "bash <<EOF\ntrain \\\n  --tp $A\nEOF",
+        "X=`expr $A \\* 2`\ntrain $X",
+        "X=$(( (A + 1) * 2 ))\ntrain $X",
+        'X=$(echo "$(echo "$(echo $A)")")\ntrain $X',
+        'read -r X _ <<< "$A 2"\ntrain $X',
+        'printf -v X "%s" "$A"\ntrain $X',
+        "let X=A\ntrain $X",
+        "CUDA_DEVICE_MAX_CONNECTIONS=$A \\\n  train",
+        "N=A\ntrain ${!N}",
+        "declare -n N=A\ntrain $N",
+        "f() {\n  echo $A\n}\ntrain $(f)",
+    ],
+)
+def test_a_job_reaches_undecided_variables_by_other_ways_than_its_own_words(uses: str) -> None:
+    script = read_script(f"A=0\n{MANY}{uses}", Path("run.sh"), is_job=lambda words: words[:1] == ["train"])
+    assert any("cannot decide" in one and "A" in one for one in script.warnings)

@@ -720,6 +720,26 @@ def test_a_job_with_a_model_of_no_name_asks_with_what_the_names_around_it_say(
     assert why.partition("(the job's names say ")[2].partition(")")[0] == (said or "")
 
 
+def test_scripts_beside_a_job_are_read_only_for_a_model_of_no_name_and_where_they_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sft.sh").write_text("OUT=./save/sft/\nMODEL_PATH=Qwen/Qwen2.5-3B\n")
+    tried: list[Path] = []
+    own = Path.read_text
+
+    def read_text(path: Path, encoding: str | None = None, errors: str | None = None) -> str:
+        if path.name == "sft.sh":
+            tried.append(path)
+            raise PermissionError(path)
+        return own(path, encoding, errors)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    for model, is_known in (("Qwen/Qwen2.5-3B", True), ("./save/sft/step_5/actor", False)):
+        job = _read(tmp_path / "run.sh", VERL.format(f"{ROWS} actor_rollout_ref.model.path={model}"))
+        assert (job.scenario is not None) is is_known
+        assert bool(tried) is not is_known
+
+
 def test_flags_of_what_launches_megatron_are_no_keys_of_a_job(tmp_path: Path) -> None:
     sizes = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 512 --seq-length 64 --micro-batch-size 1"
@@ -828,6 +848,7 @@ def test_a_named_configuration_of_a_program_that_is_not_there_is_the_only_one_of
     job = _read(tmp_path / "scripts" / "run.sh", text)
     assert {one.key: one.value for one in job.taken}["trainer.n_gpus_per_node"] == (4 if number == 1 else 8)
     assert any("the configuration 'own' is not beside" in one for one in job.warnings) is (number == 2)
+    assert any("own.yaml, the only file of that name" in one for one in job.warnings) is (number == 1)
 
 
 def test_a_report_names_what_memlab_does_not_know_once_and_the_keys_of_configurations_by_section(

@@ -300,6 +300,9 @@ def _take_written_sizes(reading: Reading) -> None:
             continue
         reading.known.add(key)
         reading.without_effect[key] = "memlab took the model from its configuration as a whole"
+        if entry.is_unknown:
+            reading.blocked["model"].append(f"{key}: a size of the model that is known only when the job runs")
+            return
         if part:
             config.setdefault(name, {})[part] = entry.value
         else:

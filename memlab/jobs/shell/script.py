@@ -794,7 +794,9 @@ class _Reader(Builtins):
         if not self.is_certain or self.num_jobs or self.shells > self.texts:
             raise _LeaveError(kind, status, code=_exit_code(code))
         shown = f"{kind} {code.replace(UNKNOWN, '?')}"
-        if self.depth == _DEPTH_OF_A_LINE and is_written and not (self.calls or self.source_depth or self.texts):
+        is_inside = self.calls or self.source_depth or self.texts
+        # A ``return`` ends only a script that another one sources.
+        if self.depth == _DEPTH_OF_A_LINE and is_written and kind == "exit" and not is_inside:
             self.faults.ends_here(self.line, shown)
             return True
         self.warn(
