@@ -12,6 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from memlab import own_process
 from memlab._version import __version__
 
 _COMMANDS = {
@@ -72,6 +73,9 @@ def build_parser(names: Collection[str] = tuple(_COMMANDS)) -> argparse.Argument
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
+    Args:
+        argv: Its words; None for those with which this process was started as the command line.
+
     Returns:
         0 for success; 1 if the answer is no (a step does not fit, a metric changed) or the work failed; 2 if the input
         was bad; 3 if the answer is maybe (a step may fit). After bad input, a value that the work itself refuses, and a
@@ -79,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         (``python -X dev -m memlab``) shows where the work refused it. As a shell counts signals, 130 after Ctrl-C, and
         141 if the reader of stdout is gone, as in ``| head``.
     """
+    if argv is None:
+        own_process.declare()
     try:
         try:
             return _run(sys.argv[1:] if argv is None else argv)

@@ -2,7 +2,8 @@
 
 Megatron imports Triton, and what its own FSDP and its checkpoints need, wherever they are installed: with DTensor comes
 sympy. Without a GPU nothing runs Triton's kernels, and memlab shards with torch's FSDP2, whose tensors Megatron's code
-does not see. Their import takes a quarter of the processor time of a short command.
+does not see. Their import takes a quarter of the processor time of a short command. Megatron remembers for good what it
+did not find, so this is for processes that run no code but memlab's (`memlab.own_process`).
 """
 
 from __future__ import annotations

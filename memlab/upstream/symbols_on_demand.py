@@ -2,18 +2,15 @@
 
 torch computes shapes in Python (``torch/_refs``, ``torch/_meta_registrations.py``), which asks
 ``torch.fx.experimental.symbolic_shapes`` about each (torch 2.11 to 2.15). That imports sympy: a tenth of the processor
-time of a short command.
+time of a short command. The stand-ins are no whole modules to someone who looks at them, so this is for processes that
+run no code but memlab's (`memlab.own_process`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import module_from_spec
-from threading import Lock
+from collections.abc import Callable
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -22,7 +19,6 @@ import torch
 from memlab.upstream.compiler_on_demand import within_no_step
 
 _SHAPES, _SYMPY = "torch.fx.experimental.symbolic_shapes", "sympy"
-_lock = Lock()
 
 
 def _same(value: Any) -> Any:
@@ -48,85 +44,36 @@ def put_off() -> None:
     """Lets stand-ins answer for both modules until one of them is asked about a symbol, or for anything else."""
     if _SYMPY in sys.modules or _SHAPES in sys.modules:
         return
-    stand_ins = {name: _StandIn(name) for name in (_SHAPES, _SYMPY)}
-    sys.modules.update(stand_ins)
-    sys.meta_path.insert(0, _InPlace(stand_ins))
+    specs = {name: find_spec(name) for name in (_SHAPES, _SYMPY)}
+    for name, spec in specs.items():
+        sys.modules[name] = _StandIn(name)
+        sys.modules[name].__spec__ = spec
     package, _, name = _SHAPES.rpartition(".")
     setattr(sys.modules[package], name, sys.modules[_SHAPES])
 
 
 class _StandIn(ModuleType):
-    """A module before its import, which makes this object the module: whoever holds it has no second one."""
-
-    is_put_off = True
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        spec = PathFinder.find_spec(name, getattr(sys.modules.get(name.rpartition(".")[0]), "__path__", None))
-        if spec is not None:
-            vars(self).update({key: value for key, value in vars(module_from_spec(spec)).items() if key != "__path__"})
+    """A module before its import."""
 
     def __getattr__(self, name: str) -> Any:
-        asks_package = self.is_put_off and self.__name__ == _SYMPY and name in ("__path__", "__all__", "__version__")
-        if name.startswith("__") and not asks_package:
-            raise AttributeError(name)  # `inspect` asks every module for such names
-        if self.is_put_off and self.__name__ == _SHAPES and name in _OF_NUMBERS:
+        if name.startswith("__") and (self.__name__ == _SHAPES or name not in ("__path__", "__all__", "__version__")):
+            raise AttributeError(name)  # `inspect` asks every module for its file
+        if self.__name__ == _SHAPES and name in _OF_NUMBERS:
             return _of_numbers(self, name)
-        if self.is_put_off and name == "Basic" and sys._getframe(1).f_globals.get("__name__") == "torch._prims_common":
+        if name == "Basic" and sys._getframe(1).f_globals.get("__name__") == "torch._prims_common" and self.is_put_off:
             return _NothingYet  # it asks of a number whether it is a symbol
-        module = self.imported()
-        if module is self and name not in vars(self):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(module, name)
+        return getattr(self.imported(), name)
 
-    def __dir__(self) -> list[str]:
-        return sorted(vars(self.imported()))
+    @property
+    def is_put_off(self) -> bool:
+        """Whether the module is not imported yet."""
+        return sys.modules.get(self.__name__) is self
 
     def imported(self) -> ModuleType:
-        """Returns the module when its import has ended, or as far as it is if this thread imports it."""
-        with _lock:
-            if self.is_put_off:
-                self.is_put_off = False
-                if sys.modules.get(self.__name__) is self:
-                    del sys.modules[self.__name__]
-        if self.__name__ == _SHAPES:
-            return within_no_step(_SHAPES)
-        return import_module(
-            self.__name__
-        )  # it imports nothing that a step replaces, and one may run on another thread
-
-
-class _InPlace(MetaPathFinder, Loader):
-    """Imports into a stand-in, with the locks of Python's import: other threads wait until it has ended."""
-
-    def __init__(self, stand_ins: dict[str, _StandIn]) -> None:
-        self._stand_ins = dict(stand_ins)
-        self._loaders: dict[str, Any] = {}
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Returns the spec of a module that has a stand-in and is not imported yet."""
-        if fullname not in self._stand_ins:
-            return None
-        spec = PathFinder.find_spec(fullname, path, target)
-        if spec is not None:
-            self._loaders[fullname], spec.loader = spec.loader, self
-            self._stand_ins[fullname].is_put_off = False
-        return spec
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Returns the stand-in."""
-        return self._stand_ins[spec.name]
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Imports the module, as which it looks from now on like any other."""
-        name, spec = module.__name__, module.__spec__
-        assert spec is not None
-        spec.loader = module.__loader__ = self._loaders[name]
-        self._loaders[name].exec_module(module)
-        del self._stand_ins[name], vars(module)["is_put_off"]
-        module.__class__ = ModuleType
+        """Returns the module itself."""
+        if self.is_put_off:
+            del sys.modules[self.__name__]
+        return within_no_step(self.__name__)
 
 
 class _NothingYet:

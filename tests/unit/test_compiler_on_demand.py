@@ -1,5 +1,6 @@
 """torch's compiler is imported when something is compiled, and a prediction compiles nothing."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from memlab import own_process
 from memlab.upstream.patching import originals, swapped
 
 pytestmark = pytest.mark.versions
@@ -15,6 +17,9 @@ _PREDICT = """
 import sys
 from importlib.metadata import version
 import torch
+from memlab import own_process
+
+own_process.declare()
 from memlab import Lab, MemorySettings
 
 def has_compiler():
@@ -54,6 +59,13 @@ def test_a_prediction_imports_no_compiler_and_one_that_comes_within_a_step_is_wh
     # In a process of its own: other tests have imported the compiler.
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     subprocess.run([sys.executable, "-c", _PREDICT], check=True, env=environment)
+
+
+def test_megatron_is_whole_in_a_process_that_has_other_code() -> None:
+    importlib.import_module("memlab.engines.megatron")
+    assert not own_process.is_own()
+    for name, flag in (("finalize_model_grads", "HAVE_DTENSOR"), ("torch_fully_sharded_data_parallel", "HAVE_FSDP")):
+        assert getattr(importlib.import_module(f"megatron.core.distributed.{name}"), flag)
 
 
 def test_originals_are_there_for_a_block_and_replacements_after_it() -> None:

@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 import torch
 
+from memlab.own_process import is_own
 from memlab.upstream import compiler_on_demand, symbols_on_demand
 from memlab.upstream.hidden_modules import hidden
 from memlab.upstream.patching import patched, swapped
@@ -24,9 +25,10 @@ with (
         import megatron.core.models.gpt.gpt_layer_specs
     else:
         compiler_on_demand.put_off()
-        symbols_on_demand.put_off()
         absent, later = list[str](), list[str]()
-        if version("megatron-core").startswith("0.16."):  # later ones cannot be imported without these
+        if is_own():
+            symbols_on_demand.put_off()
+        if is_own() and version("megatron-core").startswith("0.16."):  # later ones cannot be imported without these
             absent += ["triton", "torch.distributed._tensor", "torch.distributed.fsdp"]
             absent += ["megatron.core.distributed.fsdp.src.megatron_fsdp"]
             later += ["torch.distributed.checkpoint", "torch.distributed.checkpoint.default_planner"]
