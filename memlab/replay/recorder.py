@@ -263,7 +263,7 @@ class Recorder:
         if unit.last_pass is one or self.step.refills:
             self.retention.drop_freed(unit, by_pass=self.step.refills)
             unit.held = [storage_of(each) for each in others]
-            self.retention.replace(unit, left.retained())
+            self.retention.add(unit, left.retained())
         self.dispatchers.read_holders(one)
 
     def _may_be_repeated(self, one: Pass, recording: Recording) -> bool:

@@ -182,7 +182,7 @@ class Replayer:
         if left.holders:
             one.kept = None  # the holders keep it, or nothing does
             self.dispatchers.hold(one, result, leaf)
-            self.retention.replace(unit, left.retained())
+            self.retention.add(unit, left.retained())
             return
         is_retained = unit.last_pass is one or self.step.refills
         if is_retained:
@@ -194,7 +194,7 @@ class Replayer:
             else:
                 self.retention.hold(unit, allocation, place)
         if is_retained:
-            self.retention.replace(unit, left.retained())
+            self.retention.add(unit, left.retained())
 
     def _run_backward(self, one: Pass, recording: Recording, forward: Replay) -> Replay:
         """Runs a backward pass, which may free host copies of its own forward pass.

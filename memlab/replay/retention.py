@@ -43,6 +43,11 @@ class Retention:
         for each in left:
             self._of_layers[self.units.layer_of(unit, each)].append(each)
 
+    def add(self, unit: Unit, left: list[StorageAllocation]) -> None:
+        """Says what a unit retains beside what no pass has freed, such as the angles that its first pass has made."""
+        kept = [each for each in self.of(unit) if each.num_bytes]
+        self.replace(unit, [*kept, *(each for each in left if not any(each is other for other in kept))])
+
     @property
     def has_orphans(self) -> bool:
         """Whether a replayed pass has left something allocated that no storage stands for."""

@@ -463,10 +463,12 @@ def test_dense_and_moe_layers_that_follow_a_pattern_are_replayed(pattern: tuple[
         require_identical(one, other)
 
 
-def test_a_backward_pass_is_that_of_a_forward_pass_with_the_same_roles() -> None:
-    """Layers of latent attention make their angles in their first pass: later ones have fewer roles."""
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_angles_of_latent_attention_are_made_once(num_microbatches: int) -> None:
+    """The first pass through a layer makes them and keeps them: it has more roles than later ones."""
     model = replace(find_architecture("deepseek-tiny"), num_layers=6, moe_layer_freq=(0, 0, 0, 1, 1, 1))
-    case = Case(architecture=model, arguments={"num_layers": 6, "seq_length": 64}, settings=[MemorySettings()] * 2)
+    arguments = {"num_layers": 6, "seq_length": 64, "num_microbatches": num_microbatches}
+    case = Case(architecture=model, arguments=arguments, settings=[MemorySettings()] * 2)
     (_, stepped), _ = take(case, replay=False)
     (_, replayed), _ = take(case, replay=True)
     require_identical(stepped, replayed)
