@@ -78,7 +78,7 @@ def test_a_file_that_is_not_near_is_told_and_has_nemo_rl_s_usual_engine(
 ) -> None:
     job = read_job(RUN.format("", "") + f" {keys}", tmp_path)
     assert job.framework == framework
-    assert any("the one that run_grpo.py reads then is not near the script" in one for one in job.warnings)
+    assert any("the configuration 'grpo_math_1B' is not beside the job" in one for one in job.warnings)
 
 
 @pytest.mark.parametrize(

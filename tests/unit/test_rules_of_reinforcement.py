@@ -125,11 +125,6 @@ def test_a_job_of_an_unknown_version_of_verl_is_warned_of_what_later_versions_re
             {f"{_ENGINE}.backend": "vllm"},
             "",
         ),
-        (
-            {f"{_OF_SKYRL}.context_parallel_size": 2, "trainer.remove_microbatch_padding": "false"},
-            {f"{_OF_SKYRL}.context_parallel_size": 1},
-            "megatron",
-        ),
         ({f"{_ENGINE}.backend": "sglang"}, {f"{_ENGINE}.backend": "vllm"}, "megatron"),
         ({f"{_ENGINE}.weight_sync_backend": "gloo"}, {f"{_ENGINE}.weight_sync_backend": "nccl"}, "megatron"),
         ({f"{_POLICY}.sequence_parallel_size": 2}, {f"{_POLICY}.sequence_parallel_size": 1}, "megatron"),

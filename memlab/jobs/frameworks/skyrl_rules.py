@@ -125,16 +125,6 @@ _OF_MEGATRON: tuple[Rule, ...] = (
         )
         for model in ("policy", "ref")
     ),
-    *(
-        (
-            f"trainer.{model}.megatron_config.context_parallel_size",
-            lambda value, job: (
-                is_whole_number(value) and value > 1 and job.get(f"{_TRAINER}.remove_microbatch_padding") is False
-            ),
-            f"must be 1 unless {_TRAINER}.remove_microbatch_padding is true",
-        )
-        for model in ("policy", "ref")
-    ),
     (
         f"{_MEGATRON}.moe_enable_routing_replay",
         lambda value, job: value is True and not _is_on(job, f"{_ENGINE}.enable_return_routed_experts"),
