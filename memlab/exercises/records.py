@@ -412,7 +412,7 @@ class Check(Goals):
         settings = self._record.settings
         if settings.recompute_granularity != "selective" or "core_attn" not in (settings.recompute_modules or ()):
             return ""
-        why = "with fused attention, recompute of core_attn makes a layer keep more (lab 02): leave it out"
+        why = "with fused attention, recompute of core_attn makes a layer keep more: leave it out"
         return f"{why}; {hint}" if hint else why
 
     def _start_fell(self) -> str:

@@ -108,7 +108,9 @@ class Trainer:
                 "your sync offloads weights that stay on the device: offload only if is_offload_param is true"
             )
         elif "hand over" not in self._done:
-            self._complain_of_order("offload comes before hand_over, which reads them on the device: hand over first")
+            self._complain_of_order(
+                "offload comes before hand_over, which reads the weights on the device: hand over first"
+            )
         self._lab.offload("parameters", "gradients")
         self._copy("offload")
 

@@ -433,7 +433,7 @@ WRONG_SYNCS = {
     ),
     "the hand over after the offload": (
         SYNC.replace("trainer.hand_over()\n", "").replace("trainer.broadcast()", "trainer.hand_over()\ntrainer.broadcast()"),
-        "offload comes before hand_over, which reads them on the device: hand over first",
+        "offload comes before hand_over, which reads the weights on the device: hand over first",
     ),
     "broadcast first": ("trainer.broadcast()\n" + SYNC.strip(), "broadcast comes before hand_over"),
     "the hand over in the timer": (

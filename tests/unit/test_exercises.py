@@ -400,7 +400,7 @@ def test_recompute_that_raises_the_peak_is_named(capsys: pytest.CaptureFixture[s
         for goal in (check(record).peak_below, check(record).activation_peak_below):
             assert not goal(1, "recompute more")
             said = capsys.readouterr().out
-            assert ("makes a layer keep more (lab 02): leave it out; " in said) is is_named
+            assert ("makes a layer keep more: leave it out; " in said) is is_named
             assert said.endswith("recompute more.\n"), "without core_attn, the exercise's own hint is what to do next"
 
 
