@@ -265,6 +265,7 @@ def on_one_rank(job: Job) -> Values:
 _DECIDE_ON_VALUES = (
     *("mtp_num_layers", "num_labels", "lora", "moe_expert_capacity_factor", "moe_token_drop_policy"),
     *("loss", "reference_model", "teacher_model", "gkd_logits_topk"),
+    "pad_packed_values",  # without it, newer versions refuse the packed rows
 )
 AWAY = MemorySettings(offload_parameters=True, offload_gradients=True, offload_optimizer=True)
 OF_MOE = (FULL, recompute("moe_act", "core_attn"), offload("expert_fc1", "core_attn"))
