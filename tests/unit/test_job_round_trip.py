@@ -193,6 +193,8 @@ def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettin
         kept |= {field: getattr(MemorySettings(), field) for field in ("min_offloaded_tensor_size", *NEWER_SETTINGS)}
     unsaid = FRAMEWORKS[name].cannot_write_of(scenario, settings)
     unsaid.pop("allocator", None)
+    if "micro_batch_size" in unsaid:
+        raise ValueError("its rows are packed, and others after that")
     scenario = replace(scenario, layout=layout_said(name, scenario.layout))
     own = {
         "moe_token_dispatcher_type": "alltoall",
@@ -408,6 +410,16 @@ def test_how_tokens_are_dispatched_is_written_once_or_named(name: str, dispatche
     job = read_lines(name, list(new.lines), scenario.layout.world_size, tmp_path / FILES.get(name, "run.sh"))
     is_same = job.required()[0].state.moe_token_dispatcher_type == dispatcher
     assert is_same != ("moe_token_dispatcher_type" in new.unsaid)
+
+
+@pytest.mark.parametrize("name", ["skyrl", "skyrl-sft"])
+def test_skyrl_s_rows_are_packed_and_named_with_context_parallelism(name: str, tmp_path: Path) -> None:
+    layout = Layout(context_parallel_size=2)
+    scenario = Scenario.of("qwen3-moe-tiny", seq_length=512, micro_batch_size=2, layout=layout)
+    new = written(name, scenario, MemorySettings())
+    read = read_lines(name, list(new.lines), 2, tmp_path / "run.sh").required()[0]
+    assert (read.micro_batch_size, read.packed_sequences, read.seq_length) == (1, 2, 1024)
+    assert "micro_batch_size" in new.unsaid
 
 
 @pytest.mark.parametrize("model", ["gpt-tiny", "nemotron-tiny", "nemotron-h-tiny", "nemotron-3-tiny"])
