@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,14 @@ from memlab.jobs.frameworks.registry import (
 from memlab.jobs.frameworks.torchtitan import TORCHTITAN
 from memlab.jobs.hydra_defaults import SELF, Default, defaults_of, merge_over, package_in, placed
 from memlab.jobs.interpolation import resolve
-from memlab.jobs.model_args import file_of_a_launcher, is_started_by_a_launcher, model_args
+from memlab.jobs.model_args import model_args, take_file_of_a_launcher
 from memlab.jobs.pbs import with_nodes
 from memlab.jobs.recipe_command import read_recipe, take_recipe_of_file
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.skypilot import is_task, script_of
-from memlab.jobs.slime_file import FILES, values_of
 from memlab.jobs.slurm import nodes_of, note_nodes, take_ranks
-from memlab.jobs.swift_file import arguments_of, is_argument_file, is_preference_learning, named_file
+from memlab.jobs.swift_file import arguments_of, is_argument_file
 from memlab.jobs.toml_file import read_toml
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, texts_of
 
@@ -402,7 +402,9 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             entries.program = programs[-1] if programs else None
             entries.flags_of_program = _flags_after_program(command)
             _leave_out_flags_of_the_launcher(framework, entries)
-            _take_files_of_flags(found, command, words, path, entries)
+            read = partial(_argument_file, path=path, entries=entries)
+            take_file_of_a_launcher(command.words, command.variables, entries, read)
+            framework.take_files(words, entries, read)
         else:
             entries.environment = dict(command.variables)
             folders = [*script.folders, *_folders_of_modules(command.variables.get("PYTHONPATH", ""))]
@@ -511,22 +513,6 @@ def _by_its_configuration(script: Script, path: Path) -> tuple[str, Command] | N
 def _keys_of(file: Path) -> list[str]:
     root = read_yaml(_text(file)[0], file.name)
     return [*_with_defaults(root, file, [file]).by_key, *root.value]
-
-
-def _take_files_of_flags(
-    framework: str, command: Command, words: list[tuple[str, int]], path: Path, entries: Entries
-) -> None:
-    """Takes the files of arguments that the flags of a command name, as each framework does."""
-    if is_started_by_a_launcher(word for word, _ in command.words):
-        _take_file_of_a_launcher(command, path, entries)
-    if framework == "megatron-lm":
-        _take_file_for_flags(path, entries)
-    if framework == "slime":
-        _take_values_above_flags(path, entries)
-    if framework == "ms-swift":
-        _take_argument_file(words, path, entries)
-        if "rlhf_type" not in entries.by_key and is_preference_learning(words):
-            entries.add("rlhf_type", "dpo", command.line)
 
 
 def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) -> tuple[str, Entries] | None:
@@ -900,48 +886,6 @@ def _take_launcher(words: list[tuple[str, int]], framework: Framework, entries: 
         entries.add("engine.strategy", group.value, group.line)
 
 
-def _take_argument_file(words: list[tuple[str, int]], path: Path, entries: Entries) -> None:
-    """Takes the arguments of the file that a command of ms-swift names, below those of its flags."""
-    named = named_file(words)
-    if named is None:
-        return
-    name, line = named
-    root = _argument_file(name, line, path, entries)
-    if root is None:
-        return
-    own = arguments_of(root, name).of_file(Path(name).name)
-    flags = entries.by_key
-    for key in ("config", "use_ray"):
-        flags.pop(key, None)
-    if any(key.endswith(".gpus") for key in own.by_key) and flags:  # ms-swift under Ray reads the file alone
-        names = ", ".join(f"--{key}" for key in flags)
-        entries.warnings.append(
-            f"line {line}: under Ray, ms-swift reads the arguments of {name} only, so these flags change nothing: "
-            f"{names}"
-        )
-        flags = {}
-    entries.by_key = own.by_key | flags
-    entries.environment = own.environment
-
-
-def _take_file_of_a_launcher(command: Command, path: Path, entries: Entries) -> None:
-    """Takes the flags of the file that MoE Model Zoo's launcher reads, below those of the command."""
-    variables = command.variables
-    root = _argument_file(file_of_a_launcher(variables), command.line, path, entries)
-    if root is None or "MODEL_ARGS" not in root.value:
-        return
-    own = model_args(root, variables, file_of_a_launcher(variables)).of_file(Path(file_of_a_launcher(variables)).name)
-    if (nodes := variables.get("NNODES", "")).isdigit():
-        own.add("nnodes", int(nodes), command.line)
-        own.add("nproc_per_node", 4 if variables.get("GB200_CLUSTER") == "1" else 8, command.line)
-    entries.by_key = own.by_key | entries.by_key
-    entries.environment = own.environment
-    entries.warnings.append(
-        f"line {command.line}: the launcher adds flags of its own for DISPATCHER, PR, VPP, OPTIMIZER_OFFLOAD and "
-        "A2A_OVERLAP, which memlab does not read: give those that matter with --set KEY=VALUE"
-    )
-
-
 def _take_environment_of_ray(command: Command, path: Path, entries: Entries) -> None:
     """Takes the ``env_vars`` of the file that ``ray job submit --runtime-env`` names (Ray 2.x), above the script's."""
     for (before, _), (word, line) in pairwise(command.words):
@@ -950,68 +894,6 @@ def _take_environment_of_ray(command: Command, path: Path, entries: Entries) -> 
         root = _argument_file(word.removeprefix("--runtime-env="), line, path, entries)
         if root is not None and isinstance(root.value, dict):
             entries.environment = entries.environment | texts_of(root.value.get("env_vars"))
-
-
-def _take_file_for_flags(path: Path, entries: Entries) -> None:
-    """Takes the file of ``--yaml-cfg``, which Megatron-LM reads in place of all flags (``parse_args``, d98e8a64).
-
-    Its keys are the destinations of the flags; those of the layers and of the layout have a section each, and the
-    names that Megatron-Core's configs have.
-    """
-    named = entries.by_key.get("yaml_cfg")
-    name = UNKNOWN if named is None or named.is_unknown else str(named.value)
-    root = None if named is None else _argument_file(name, named.line or 1, path, entries)
-    if named is None or root is None:
-        return
-    own, flags = Entries(), entries.by_key
-    for key, entry in flat(root, Path(name).name).by_key.items():
-        if entry.value is None:
-            continue
-        own.add(re.sub(r"^(language_model|model_parallel)[.]", "", key), entry.value, entry.line)
-    _name_as_flags(own)
-    kept = {key: flags[key] for key in ("nnodes", "nproc_per_node") if key in flags}
-    dropped = [f"--{key.replace('_', '-')}" for key in flags if key not in kept and key != "yaml_cfg"]
-    entries.by_key = own.of_file(Path(name).name).by_key | kept
-    entries.file_for_flags = Path(name).name
-    entries.warnings.append(
-        f"{named.place}: with --yaml-cfg Megatron-LM reads {Path(name).name} in place of all flags"
-        + (f", so these change nothing: {', '.join(dropped)}" if dropped else "")
-    )
-
-
-def _name_as_flags(own: Entries) -> None:
-    """Gives a file's keys the meaning that they have as flags, which Megatron-Core's configs do not ask.
-
-    See ``validate_yaml`` and ``core_transformer_config_from_yaml`` in megatron/training/yaml_arguments.py (00caa53a).
-    """
-    keys = own.by_key
-    if "num_moe_experts" in keys:
-        own.add("num_experts", keys["num_moe_experts"].value, keys.pop("num_moe_experts").line)
-    if "num_query_groups" in keys:
-        own.add("group_query_attention", True, keys["num_query_groups"].line)
-    elif "group_query_attention" in keys:
-        own.add("group_query_attention", False, keys["group_query_attention"].line)
-    activation = keys.get("activation_func")
-    if activation is not None and activation.value in ("swiglu", "squaredrelu", "gelu"):
-        del keys["activation_func"]
-        own.add("swiglu", activation.value == "swiglu", activation.line)
-        own.add("squared_relu", activation.value == "squaredrelu", activation.line)
-        if activation.value == "gelu" and "bias_activation_fusion" in keys:
-            own.add("bias_gelu_fusion", keys["bias_activation_fusion"].value, keys.pop("bias_activation_fusion").line)
-    # The one follows from num_layers_per_virtual_pipeline_stage, the other is always on.
-    for key in ("virtual_pipeline_model_parallel_size", "deallocate_pipeline_outputs"):
-        keys.pop(key, None)
-
-
-def _take_values_above_flags(path: Path, entries: Entries) -> None:
-    """Takes the values of the files that slime's arguments name."""
-    for argument in FILES:
-        entry = entries.by_key.get(argument)
-        if entry is not None and entry.value:
-            name = UNKNOWN if entry.is_unknown else str(entry.value)
-            root = _argument_file(name, entry.line or 1, path, entries)
-            if root is not None:
-                entries.by_key |= values_of(root, argument, name).of_file(Path(name).name).by_key
 
 
 def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node | None:
