@@ -409,11 +409,11 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             entries.environment = dict(command.variables)
             folders = [*script.folders, *_folders_of_modules(command.variables.get("PYTHONPATH", ""))]
             entries.started_in = _folder_of_program(_program_of(words), folders, path)
-            words = _with_flags_as_overrides(words) if found == "automodel" else words
+            words = _with_flags_as_overrides(words) if framework.flags_are_overrides else words
             _take_overrides(words, path, framework, entries)
         if by_file is not None:
             started = [word for word, _ in command.words if word.endswith(".py")][-1]
-            others = sorted(_flags_after_program(command) - {"config"}) if found != "automodel" else []
+            others = [] if framework.flags_are_overrides else sorted(_flags_after_program(command) - {"config"})
             unseen = f", and does not see what {', '.join(f'--{name}' for name in others[:5])} set" if others else ""
             entries.warnings.append(
                 f"line {command.line}: the script starts {shortened(started)} with a configuration of "
@@ -452,7 +452,7 @@ def _with_split_words(command: Command) -> Command:
 
 
 def _with_flags_as_overrides(words: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Returns words with ``--key value`` as overrides, as ``parse_cli_argv`` of Automodel reads them (0.7.0)."""
+    """Returns words with ``--key value`` as overrides."""
     start = max((at for at, (word, _) in enumerate(words) if word.endswith(".py")), default=-1) + 1
     found, rest = words[:start], list(reversed(words[start:]))
     while rest:

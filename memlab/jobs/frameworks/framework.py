@@ -221,6 +221,8 @@ class Framework:
     signs: Signs
     style: Style
     """Whether its scripts have ``--flags value`` or ``key=value``."""
+    flags_are_overrides: bool = False
+    """Whether ``--key value`` says the same as ``key=value``."""
     keys: tuple[Key, ...]
     missing: tuple[Missing, ...]
     without_effect: frozenset[str]
