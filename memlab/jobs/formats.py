@@ -31,6 +31,7 @@ from memlab.jobs.interpolation import resolve
 from memlab.jobs.model_args import model_args, take_file_of_a_launcher
 from memlab.jobs.pbs import with_nodes
 from memlab.jobs.recipe_command import read_recipe, take_recipe_of_file
+from memlab.jobs.shell.paths import is_file, is_folder
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.skypilot import is_task, script_of
@@ -333,7 +334,7 @@ def _file_of_default(default: Default, path: Path, first: Path, searched: list[P
     folder = first.parent if default.file.startswith("/") and not Path(default.file).is_file() else path.parent
     base = folder / (default.file.lstrip("/") if folder == first.parent else default.file)
     bases = [base, *(folder / default.file.lstrip("/") for folder in searched)]
-    return next((base for base in bases if _is_file(base)), None)
+    return next((base for base in bases if is_file(base)), None)
 
 
 def _searched(root: Node, path: Path) -> list[Path]:
@@ -503,7 +504,7 @@ def _by_its_configuration(script: Script, path: Path) -> tuple[str, Command] | N
         ):
             continue
         files = [folder / names[0] for folder in path.absolute().parents]
-        file = next((one for one in files if one.suffix in (".yaml", ".yml") and _is_file(one)), None)
+        file = next((one for one in files if one.suffix in (".yaml", ".yml") and is_file(one)), None)
         framework = None if file is None else framework_of_keys(_keys_of(file))
         if framework is not None and framework_named(framework).style == "overrides":
             found[framework, names[0]] = command
@@ -575,7 +576,7 @@ def _script_near(name: str, path: Path) -> Path | None:
     names = [name] if UNKNOWN not in name else []
     if name.startswith("/") or UNKNOWN in name:
         names += ["/".join(parts[first:]) for first in range(len(parts) - 1)]
-    return next((up / one for one in names for up in folders if _is_file(up / one)), None)
+    return next((up / one for one in names for up in folders if is_file(up / one)), None)
 
 
 def _without_own_arguments(command: Command, warnings: list[str]) -> list[tuple[str, int]]:
@@ -623,10 +624,10 @@ def _take_configuration(
         if key == "config_name" and "config_path" not in flags.by_key:
             others += [_file_of_a_name(base.name, named, path)]
         elsewhere = _of_another_machine(folder, where, base, path)
-        beside, base = base, next((one for one in (base, *others, *elsewhere) if _is_file(one)), base)
+        beside, base = base, next((one for one in (base, *others, *elsewhere) if is_file(one)), base)
         is_alone = not folder and key == "config_name" and named is None and base != beside and others[-1] == base
         entries.warnings += _said_of_place(entry, base, is_alone=is_alone, is_elsewhere=base in elsewhere)
-        if entry.is_unknown or not _is_file(base):
+        if entry.is_unknown or not is_file(base):
             _take_missing_configuration(name, entry, framework, entries)
             continue
         _take_configuration_file(base, framework, entries)
@@ -676,17 +677,10 @@ def _takes_an_example(place: str, name: str, framework: Framework) -> str:
 
 def _of_another_machine(folder: str, where: Path, base: Path, path: Path) -> list[Path]:
     """Returns where a configuration may lie whose folder is none of this machine: below one that holds the script."""
-    if _is_folder(base.parent) or not folder.startswith(("/", "<")):
+    if is_folder(base.parent) or not folder.startswith(("/", "<")):
         return []
     ends = [Path(*where.parts[start:]) for start in range(1, len(where.parts) - 1)]
     return [up / end for end in ends for up in path.absolute().parents]
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
 
 
 def _take_configuration_file(base: Path, framework: Framework, entries: Entries) -> None:
@@ -753,10 +747,10 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
     package = folder.removeprefix("pkg://").replace(".", "/") if folder.startswith("pkg://") else None
     folders = [source.parent / folder] if package is None else [up / package for up in path.absolute().parents]
     bases = [folder / f"{name}.yaml" for folder in folders]
-    base = next((base for base in bases if _is_file(base)), bases[0])
-    if name in framework.configurations and not _is_file(base):
+    base = next((base for base in bases if is_file(base)), bases[0])
+    if name in framework.configurations and not is_file(base):
         return
-    if not _is_file(base):
+    if not is_file(base):
         entries.warnings.append(
             f"{entries.program.place}: the configuration {name}, which {source.name} names, is not in its folder "
             f"{shortened(folder)}, so memlab takes the framework's own defaults: put it there, or give its keys with "
@@ -784,10 +778,10 @@ def _take_file_in_source(path: Path, framework: Framework, entries: Entries) -> 
     found = None if source is None else framework.file_in_source.search(_text(source)[0])
     base = None if source is None or found is None else source.parent.joinpath(*re.findall(r'"([^"]+)"', found[1]))
     example = framework.configuration_of.get(Path(str(program.value)).stem, "")
-    if (base is None or not _is_file(base)) and example in framework.examples:
+    if (base is None or not is_file(base)) and example in framework.examples:
         _take_missing_configuration(example, program, framework, entries)
         return
-    if base is None or not _is_file(base):
+    if base is None or not is_file(base):
         entries.warnings.append(
             f"{program.place}: the command names no configuration, and the one that {Path(str(program.value)).name} "
             "reads then is not near the script, so memlab takes the framework's own defaults: give its keys with --set"
@@ -846,10 +840,10 @@ def _source_of(program: str, path: Path) -> Path | None:
     for up in path.absolute().parents:
         for first in range(len(parts) if up == path.absolute().parent else len(parts) - 1):
             source = up.joinpath(*parts[first:]).with_suffix(".py")
-            if _is_file(source):
+            if is_file(source):
                 return source
         in_a_checkout = up.joinpath(parts[0], *parts).with_suffix(".py")
-        if _is_file(in_a_checkout):
+        if is_file(in_a_checkout):
             return in_a_checkout
     return None
 
@@ -869,7 +863,7 @@ def _folder_of_program(program: Entry | None, names: list[str], path: Path) -> P
         return None
     file = Path(str(program.value).removesuffix(".py").replace(".", "/")).with_suffix(".py")
     folders = (up / name for name in names if re.match(r"\w", name) for up in path.absolute().parents)
-    return next((folder for folder in folders if _is_file(folder / file)), None)
+    return next((folder for folder in folders if is_file(folder / file)), None)
 
 
 def _take_launcher(words: list[tuple[str, int]], framework: Framework, entries: Entries) -> None:
@@ -907,7 +901,7 @@ def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node |
         Its root, or None.
     """
     bases = [folder / name for folder in path.absolute().parents]
-    base = next((one for one in bases if UNKNOWN not in name and _is_file(one)), None)
+    base = next((one for one in bases if UNKNOWN not in name and is_file(one)), None)
     if base is None:
         shown = "" if UNKNOWN in name else f" {shortened(name)}"
         entries.warnings.append(
@@ -919,13 +913,6 @@ def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node |
     if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
         raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
     return read_yaml(content.replace("\t", " "), base.name)  # JSON is YAML
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | None:
