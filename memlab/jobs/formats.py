@@ -301,13 +301,15 @@ def _with_defaults(
             merge_over(merged, _of_default(default, base, path, named, chain, package))
         elif not default.is_optional:
             line = Line(default.line, path.name) if chain[1:] else default.line
-            merged.warnings.append(
-                f"line {line}: the defaults {shortened(default.name)} are not beside the file, so memlab takes the "
-                "framework's own"
-            )
+            merged.warnings.append(_takes_no_file(line, default))
     if not is_placed:
         merge_over(merged, own)
     return merged
+
+
+def _takes_no_file(line: int, default: Default) -> str:
+    where = f"line {line}: the defaults {shortened(default.name)} are not beside the file"
+    return f"{where}, so memlab takes the framework's own"
 
 
 def _of_default(
@@ -368,8 +370,8 @@ def _take_named_defaults(root: Node, read: list[Path], framework: Framework, ent
         for key, value in (framework.configurations.get(stem) or of_examples.get(stem, {})).items():
             if key not in entries.by_key:
                 entries.add(key, value, default.line)
-        missing = f"the defaults {shortened(default.name)} are not beside"
-        entries.warnings = [one for one in entries.warnings if missing not in one]
+        without_file = _takes_no_file(default.line, default)
+        entries.warnings = [one for one in entries.warnings if one != without_file]
         if stem in of_examples:
             entries.warnings.append(_takes_an_example(f"line {default.line}", default.name, framework))
 
