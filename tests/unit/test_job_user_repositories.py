@@ -918,3 +918,24 @@ def test_a_program_of_nemo_rl_without_a_configuration_reads_that_of_its_reposito
     assert (job.scenario.architecture.name, job.scenario.layout.world_size) == ("qwen2.5-1.5b", 8)
     assert any("takes what it has in NeMo-RL's repository" in one for one in job.warnings)
     assert published_architecture("Qwen/Qwen2.5-7B-Instruct-1M") == ARCHITECTURES["qwen2.5-7b"]
+
+
+def test_what_cannot_change_the_memory_is_not_asked_for_and_not_warned_of(tmp_path: Path) -> None:
+    lines = VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B").strip()
+    policy = "actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.fsdp_config.offload_policy"
+    for switch in (True, False):
+        job = _read(tmp_path / "run.sh", f"{lines} {policy}={switch}\n")
+        assert any("param_offload is off" in one for one in job.warnings) is not switch
+    job = _read(tmp_path / "run.sh", f"ray job submit --runtime-env env.yaml -- {lines}\n")
+    assert any("for Ray 'env.yaml' is not" in one for one in job.warnings)
+    job = _read(tmp_path / "run.sh", f"{{ {lines}; }}\n")
+    assert job.framework == "verl"
+    with pytest.raises(ValueError, match="a model of mine") as caught:
+        _read(tmp_path / "run.sh", lines.replace("Qwen/Qwen2.5-0.5B", "'a model of mine'") + "\n")
+    assert "phi-4" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("flag", "is_cause"), [("--master-addr $1", False), ("--master-addr=$1", False), ("$1", True)])
+def test_an_argument_that_says_where_ranks_meet_is_no_cause(flag: str, is_cause: bool, tmp_path: Path) -> None:
+    job = _read(tmp_path / "run.sh", f"torchrun {flag} pretrain_gpt.py --num-layers 2\n")
+    assert any("started with values" in one for one in job.causes) is is_cause

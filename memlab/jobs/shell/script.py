@@ -21,7 +21,7 @@ from typing import Any
 from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS, Line
 from memlab.jobs.shell import patterns, syntax
 from memlab.jobs.shell.builtins import Builtins, Input
-from memlab.jobs.shell.calculators import computed, expressed
+from memlab.jobs.shell.calculators import computed, expressed, of_awk
 from memlab.jobs.shell.conditions import Answers, Operand, both, decide, either, negated
 from memlab.jobs.shell.filters import substituted, translated
 from memlab.jobs.shell.paths import file_above, path_here, printed_path
@@ -677,12 +677,6 @@ class _Reader(Builtins):
             given = {name: text for name, text in self.given.items() if name in self.used}
             exported = {name: text for name, text in texts.items() if name in self.exported}
             command.variables = exported | given | environment
-            for name in filter(_READ_BY_TORCH.fullmatch, command.not_exported if is_job else ()):
-                if name not in environment:
-                    self.warn(
-                        f"the script sets {name} and does not export it, so the job runs without it, unless the "
-                        f"machine has exported it before: write export {name}"
-                    )
             self.snapshots += len(command.variables) + len(command.not_exported)
             if self.snapshots > _MOST_SNAPSHOTS:
                 raise ValueError(f"{self.path.name} has more commands and variables than any real script: {_INSTEAD}")
@@ -828,6 +822,11 @@ class _Reader(Builtins):
         printed = expressed(arguments)
         self.print_out(printed)
         return None if printed == UNKNOWN else printed != "0\n"
+
+    def _awk(self, arguments: list[str]) -> bool | None:
+        printed, code = of_awk(arguments)
+        self.print_out(printed)
+        return None if code is None else code == 0
 
     def _unset(self, arguments: list[str]) -> bool | None:
         for name in arguments[1:] if arguments[:1] == ["-f"] else []:
@@ -1010,6 +1009,7 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
     "sed": lambda reader, arguments: reader.filter_text(substituted, arguments),
     "bc": lambda reader, arguments: reader.filter_text(computed, arguments),
     "expr": _Reader._expr,
+    **dict.fromkeys(("awk", "gawk", "mawk"), _Reader._awk),
     "read": Builtins.read,
     "mapfile": Builtins.mapfile,
     "readarray": Builtins.mapfile,
@@ -1021,8 +1021,6 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
 }
 _INNER = {"IFS", "OPTIND"}
 """Variables that the shell itself sets, and that no program reads."""
-_READ_BY_TORCH = re.compile(r"(PYTORCH|NVTE|NCCL)_\w+")
-"""Variables that torch, Transformer Engine or NCCL reads, and that are of no use in the script itself."""
 _CODES = {True: "0", False: "1", None: UNKNOWN}
 
 
