@@ -83,8 +83,9 @@ def _read_text(
     format_name: str | None,
     arguments: list[str] | None,
     *,
-    is_started: bool = False,
+    started_with: dict[str, str] | None = None,
 ) -> tuple[str, Entries]:
+    """Reads a file; a script that another one starts has what that one exports."""
     text, is_whole = _text(path)
     is_object = path.suffix == ".json" or _OBJECT.match(text) is not None
     is_script = path.suffix not in (".json", ".yaml", ".yml", ".py", ".ipynb", ".toml") and not is_object
@@ -111,7 +112,7 @@ def _read_text(
         raise NoJobError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
         return _toml_format(text, path, format_name)
-    return _of_script(text if root is None else script_of(root), path, variables, format_name, arguments, is_started)
+    return _of_script(text if root is None else script_of(root), path, variables, format_name, arguments, started_with)
 
 
 def _of_script(
@@ -120,11 +121,12 @@ def _of_script(
     variables: dict[str, str],
     format_name: str | None,
     arguments: list[str] | None,
-    is_started: bool,
+    started_with: dict[str, str] | None,
 ) -> tuple[str, Entries]:
     of_slurm = nodes_of(text)
     text, of_pbs = with_nodes(text)
-    script = read_script(text, path, of_slurm | variables, arguments=arguments, is_job=is_job)
+    script = read_script(text, path, of_slurm | variables, arguments=arguments, environment=started_with, is_job=is_job)
+    is_started = started_with is not None
     own = None if format_name is not None or is_started else _job_that_is_started(script, path, of_slurm | variables)
     found, entries = own or _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
@@ -579,7 +581,7 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
         return None
     file, command, given = found[0]
     try:
-        name, entries = _read_text(file, variables | command.variables, None, given, is_started=True)
+        name, entries = _read_text(file, variables, None, given, started_with=command.variables)
     except NoJobError:
         if not is_job(given):
             raise

@@ -63,6 +63,7 @@ from memlab.jobs.frameworks.verl import (
     note_critic,
     note_lengths,
     note_program,
+    note_reward_model,
     note_workers,
     refuse_without_training,
     rows_of_passes,
@@ -240,6 +241,7 @@ def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_
     take_turns(reading)
     take_gpus_of_the_engine(reading)
     note_critic(reading, f"critic.{name}")
+    note_reward_model(reading)
     if values["is_colocated"]:
         take_allocator(reading)
     if not (
