@@ -93,7 +93,7 @@ def options_of_grep(arguments: list[str]) -> tuple[set[str], list[str]]:
 
 
 def lines_with(pattern: str, options: set[str], text: str) -> list[str] | None:
-    """Returns the lines in which ``grep`` finds a pattern; nothing for options and patterns that memlab does not read."""
+    """Returns the lines in which ``grep`` finds a pattern; nothing for what memlab does not read."""
     if UNKNOWN in pattern or options - set("qsEFi") or "\n" in pattern or "\\{" in pattern:
         return None
     if not options & {"E", "F"}:  # a character of its own but at the end
