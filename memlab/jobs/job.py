@@ -693,8 +693,8 @@ def _own_architecture(reading: Reading) -> Architecture:
         said = {one.field for one in reading.taken if one.place != "default"} - {"num_layers"}
         own = {name: reading.values.get(name) for name in SAID_OF_MODELS if name in said}
         return replace(found, **{name: value for name, value in own.items() if value is not None})
-    if (found := _named_by_its_start(reading)) is not None:
-        return found
+    if (started := _named_by_its_start(reading)) is not None:
+        return started
     try:
         return architecture_of(reading.values, reading.path.stem)
     except ValueError as error:
