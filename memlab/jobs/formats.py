@@ -17,6 +17,7 @@ from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
 from memlab.jobs.bridge_package import is_recipe_file, read_recipe_file
 from memlab.jobs.entries import UNKNOWN, Entries, Entry, Line, NoJobError, lines_of
+from memlab.jobs.environment import changes_memory
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import (
     FRAMEWORKS,
@@ -83,10 +84,12 @@ def _read_text(
     format_name: str | None,
     arguments: list[str] | None,
     *,
-    is_started: bool = False,
+    started_with: dict[str, str] | None = None,
 ) -> tuple[str, Entries]:
+    """Reads a file; a script that another one starts has what that one exports."""
     text, is_whole = _text(path)
-    is_script = path.suffix not in (".json", ".yaml", ".yml", ".py", ".ipynb", ".toml") and text.lstrip()[:1] != "{"
+    is_object = path.suffix == ".json" or _OBJECT.match(text) is not None
+    is_script = path.suffix not in (".json", ".yaml", ".yml", ".py", ".ipynb", ".toml") and not is_object
     if arguments is not None and (not is_script or has_argument_block(text)):
         raise ValueError(f"{path.name} {_NO_SCRIPT}")
     if has_argument_block(text):
@@ -101,7 +104,7 @@ def _read_text(
     if len(text) > _MOST_BYTES_OF_A_CONFIGURATION:
         where = "" if is_whole else " in its first 8 MiB"
         raise NoJobError(f"{path.name} has more than 2 MiB and no block of arguments{where}: {_ACTION}")
-    if path.suffix == ".json" or text.lstrip()[:1] == "{":
+    if is_object:
         return _json_format(text, path, format_name, variables)
     root = read_yaml(text, path.name) if path.suffix in (".yaml", ".yml") else None
     if root is not None and not is_task(root):
@@ -110,7 +113,7 @@ def _read_text(
         raise NoJobError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
         return _toml_format(text, path, format_name)
-    return _of_script(text if root is None else script_of(root), path, variables, format_name, arguments, is_started)
+    return _of_script(text if root is None else script_of(root), path, variables, format_name, arguments, started_with)
 
 
 def _of_script(
@@ -119,11 +122,12 @@ def _of_script(
     variables: dict[str, str],
     format_name: str | None,
     arguments: list[str] | None,
-    is_started: bool,
+    started_with: dict[str, str] | None,
 ) -> tuple[str, Entries]:
     of_slurm = nodes_of(text)
     text, of_pbs = with_nodes(text)
-    script = read_script(text, path, of_slurm | variables, arguments=arguments, is_job=is_job)
+    script = read_script(text, path, of_slurm | variables, arguments=arguments, environment=started_with, is_job=is_job)
+    is_started = started_with is not None
     own = None if format_name is not None or is_started else _job_that_is_started(script, path, of_slurm | variables)
     found, entries = own or _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
@@ -227,6 +231,8 @@ def _plain(root: Node) -> dict[str, Any]:
     }
 
 
+_OBJECT = re.compile(r"\s*\{\s*[\"}]")
+"""How JSON begins; a script's ``{`` has a command behind it."""
 _JSON_KEY = re.compile(r'\s*"([^"]{1,200})"\s*:')
 
 
@@ -424,12 +430,32 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             )
         entries.environment = entries.environment | command.variables
         entries.not_exported = command.not_exported
+        entries.warnings += [
+            f"line {command.line}: the script sets {name} and does not export it, so the job runs without it, unless "
+            f"the machine has exported it before: write export {name}"
+            for name in command.not_exported
+            if changes_memory(name) and name not in command.variables
+        ]
         _take_environment_of_ray(command, path, entries)
-        if script.lacks_arguments and any(UNKNOWN in word for word, _ in command.words):
+        if script.lacks_arguments and _has_unknown_values(command):
             entries.causes.append(script.lacks_arguments)
     if not entries.by_key:
         raise ValueError(f"{cause}{path.name} has no arguments of {found}: {_ACTION}")
     return found, entries
+
+
+_OF_A_MEETING = re.compile(
+    r"--(dist[-_](url|init[-_]addr)|master[-_](addr|port)|node[-_]rank|rdzv[-_](id|endpoint))(=.*)?", re.DOTALL
+)
+"""Flags that say where ranks meet, and that change no rank's memory."""
+
+
+def _has_unknown_values(command: Command) -> bool:
+    words = [word for word, _ in command.words]
+    return any(
+        UNKNOWN in word and not _OF_A_MEETING.fullmatch(word) and not (flag and _OF_A_MEETING.fullmatch(flag))
+        for flag, word in pairwise(["", *words])
+    )
 
 
 _ARGUMENT = re.compile(r"--[a-z]|[+~]*[a-z_]+[.][\w.]+=")
@@ -448,6 +474,8 @@ def _with_split_words(command: Command) -> Command:
         try:
             parts = shlex.split(word) if len(word.split()) >= _LEAST_ARGUMENTS else []
         except ValueError:
+            parts = []
+        if any(_EVALUATES.search(part) for part in parts):
             parts = []
         is_list = sum(_ARGUMENT.match(part) is not None for part in parts) >= _LEAST_ARGUMENTS
         words += [(part, line) for part in parts] if is_list else [(word, line)]
@@ -486,6 +514,7 @@ def _leave_out_flags_of_the_launcher(framework: Framework, entries: Entries) -> 
             del entries.by_key[key]
 
 
+_EVALUATES = re.compile(r"(^|[/_-])eval(uate|uation)?([_-]\w+)?\.py$")
 _TRAINS_NOT = re.compile(r"(?i)eval|convert|export|infer|generat|serv|test|data|plot")
 
 
@@ -541,7 +570,7 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
         return None
     file, command, given = found[0]
     try:
-        name, entries = _read_text(file, variables | command.variables, None, given, is_started=True)
+        name, entries = _read_text(file, variables, None, given, started_with=command.variables)
     except NoJobError:
         if not is_job(given):
             raise
@@ -887,17 +916,22 @@ def _take_environment_of_ray(command: Command, path: Path, entries: Entries) -> 
     for (before, _), (word, line) in pairwise(command.words):
         if before != "--runtime-env" and not word.startswith("--runtime-env="):
             continue
-        root = _argument_file(word.removeprefix("--runtime-env="), line, path, entries)
+        root = _argument_file(
+            word.removeprefix("--runtime-env="), line, path, entries, "the file with variables for Ray"
+        )
         if root is not None and isinstance(root.value, dict):
             entries.environment = entries.environment | texts_of(root.value.get("env_vars"))
 
 
-def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node | None:
+def _argument_file(
+    name: str, line: int, path: Path, entries: Entries, what: str = "the file of arguments"
+) -> Node | None:
     """Reads a file of arguments, named from the script's folder or from one above it, where the job may be started.
 
     Args:
         name: As the command has it.
         entries: They get a warning if the file is not there.
+        what: What a user calls it.
 
     Returns:
         Its root, or None.
@@ -907,7 +941,7 @@ def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node |
     if base is None:
         shown = "" if UNKNOWN in name else f" {shortened(name)}"
         entries.warnings.append(
-            f"line {line}: the file of arguments{shown} is not beside the script, so what it sets is unknown: put it "
+            f"line {line}: {what}{shown} is not beside the script, so what it sets is unknown: put it "
             "there, or give its keys with --set"
         )
         return None
