@@ -127,6 +127,8 @@ def test_a_step_of_grpo_is_not_predicted_as_pretraining(tmp_path: Path) -> None:
         ("${MEGATRON}/pretrain_vlm.py", "another kind"),
         ("tools/run_text_generation_server.py", "does not train"),
         ("-m tools/checkpoint/convert.py", "a checkpoint"),
+        ("tools/preprocess_data.py", "does not train"),
+        ("train_rl.py", "reinforcement learning"),
         ("pretrain_gpt.py", None),
         ("my_pretrain.py", None),
         ("examples/multimodal/train.py --language-model-type llama3_8b --vision-model-type radio", "vision tower"),
