@@ -1076,3 +1076,13 @@ def test_a_configuration_in_a_folder_of_another_machine_is_the_one_whose_path_en
         job = _read(tmp_path / "run.sh", text)
         assert any(one.value == 640 for one in job.taken) is is_found
         assert any("has the folder of another machine" in one for one in job.warnings) is is_found
+
+
+def test_padded_rows_are_named_once(tmp_path: Path) -> None:
+    """With a budget of tokens, where the key and the budget each have a reason."""
+    keys = (
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B model_engine=megatron "
+        "actor_rollout_ref.actor.use_dynamic_bsz=true actor_rollout_ref.model.use_remove_padding=false"
+    )
+    job = _read(tmp_path / "run.sh", VERL.format(keys))
+    assert sum("rows are padded" in one.reason for one in job.not_modelled) == 1
