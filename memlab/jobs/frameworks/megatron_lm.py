@@ -60,6 +60,7 @@ from memlab.jobs.frameworks.megatron_keys import (
 from memlab.jobs.frameworks.refused_options import check_flags, note_single_experts
 from memlab.jobs.frameworks.user_buffers import NO_FLAGS, NOT_WRITTEN, OPTION
 from memlab.jobs.frameworks.without_effect import keys_without_effect
+from memlab.jobs.megatron_file import take_file_for_flags
 from memlab.jobs.model_args import is_started_by_a_launcher
 
 FLAGS_OF_COMPUTING = tuple(replace(key, name=key.field) for key in COMPUTE if key not in FUSIONS)
@@ -399,6 +400,8 @@ _OTHER_PROGRAMS = {
         "pretrain_mimo.py", "pretrain_retro.py", "pretrain_t5.py", "pretrain_vision_classify.py",
         "pretrain_vision_dino.py", "pretrain_vision_inpaint.py", "pretrain_vlm.py",
     ),
+    "trains by reinforcement learning": ("train_rl.py",),
+    "prepares data and does not train": ("merge_datasets.py", "preprocess_data.py", "preprocess_mmdata.py"),
     "generates and does not train": (
         "generate.py", "generate_samples_gpt.py", "gpt_dynamic_inference.py",
         "gpt_dynamic_inference_with_coordinator.py", "gpt_static_inference.py", "launch_inference_server.py",
@@ -889,6 +892,7 @@ MEGATRON_LM = Framework(
     keys=(*KEYS, *_USER_BUFFERS),
     missing=tuple(row for row in FLAGS_MISSING if row.name != OPTION),
     without_effect=FLAGS_WITHOUT_EFFECT - {key.name for key in _USER_BUFFERS},
+    take_files=take_file_for_flags,
     complete=complete,
     complete_refused=complete_refused,
     check=_check,

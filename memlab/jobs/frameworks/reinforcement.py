@@ -132,14 +132,18 @@ def take_rows(
         reading.micro_batches = (turn, rows)
     reading.most_micro_batches = rows
     values["num_microbatches"] = _full_rows(rows, stages)
-    predicted = values["num_microbatches"]
-    if turn == rows == predicted:
-        return
+    if not turn == rows == values["num_microbatches"]:
+        reading.warnings.append(more_rows(reading, key))
+
+
+def more_rows(reading: Reading, key: str) -> str:
+    """Says that a step may have other micro-batches than the predicted ones, with the key of their budget."""
+    turn, rows = reading.micro_batches or (1, None)
     number = f"their number, {turn} to {rows} in a step, depends" if rows else "their number depends"
     why = f"a step has {turn}" if turn == rows else f"micro-batches are filled up to a budget, so {number} on the data"
-    reading.warnings.append(
-        f"{key}: {why}; memlab predicts {predicted}, all full; more of them need no more memory, unless experts are "
-        "spread over ranks"
+    return (
+        f"{key}: {why}; memlab predicts {reading.values['num_microbatches']}, all full; more of them need no more "
+        "memory, unless experts are spread over ranks"
     )
 
 
@@ -469,7 +473,8 @@ def pack_micro_batch(reading: Reading, key: str) -> None:
 def note_padded_rows(reading: Reading, *keys: str) -> None:
     """Notes that micro-batches of a budget of tokens have padding too, by the key that a job gives, or its default."""
     key = next((key for key in keys if key in reading.entries.by_key), keys[0])
-    reading.miss(key, "more", "rows are padded")
+    if not any(one.key == key for one in reading.not_modelled):
+        reading.miss(key, "more", "rows are padded")
 
 
 def check_batches(reading: Reading, factors: dict[str, int], micro: tuple[str, int], title: str) -> None:
