@@ -62,7 +62,7 @@ def synthetic_record(num_events: int, num_modules: int) -> StepRecord:
     return StepRecord(
         scenario=Scenario.of(architecture=ARCHITECTURES["qwen3-30b-a3b"]),
         settings=MemorySettings(),
-        backend="synthetic",
+        backend="cpu",
         versions={},
         step_index=0,
         static_bytes=0,

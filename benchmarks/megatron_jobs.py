@@ -589,6 +589,7 @@ QWEN35_9B = "qwen3.5-text-9b"
 NEMOTRON_H = "nemotron-h-8b"
 NANO_9B = "nemotron-nano-v2-9b"
 NANO_30B = "nemotron-3-nano-30b"
+NEMOTRON_MINI = "nemotron-mini-4b"
 FULL: dict[str, Any] = {
     "recompute_granularity": "full",
     "recompute_method": "uniform",

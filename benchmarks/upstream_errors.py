@@ -298,7 +298,7 @@ def main() -> None:
         rows = measure_on_first_gpu()
         rows += crashes.result()
     _print(rows)
-    found = {"versions": versions(), "hardware": hardware(0), "rows": rows}
+    found = {"versions": versions("megatron", None), "hardware": hardware(0), "rows": rows}
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(found, indent=1))
     print(f"{time.perf_counter() - started:.0f} s")

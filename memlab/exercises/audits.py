@@ -19,16 +19,22 @@ class ResidencyCheck(Goals):
         super().__init__()
         self._audit = audit
 
-    def only_on_device(self, *groups: str, now: Callable[[], ResidencyAudit] | None = None) -> Self:
+    def only_on_device(
+        self,
+        *groups: str,
+        now: Callable[[], ResidencyAudit] | None = None,
+        hint: str = "offload what the phase does not use, and load what it uses",
+    ) -> Self:
         """Requires these groups on the device, no other group, and every byte where it should be.
 
         Args:
             now: Takes another audit, which has to find the same: a reader may have kept one of an earlier moment.
+            hint: What to do if the device holds other groups.
         """
         resident = [group for group in GROUPS if self._audit.device_bytes(group)]
         if sorted(resident) != sorted(groups):
             what = f"the device holds {', '.join(resident) or 'none of the groups'}, must hold only {', '.join(groups)}"
-            return self.goal(False, what, "offload what the phase does not use, and load what it uses")
+            return self.goal(False, what, hint)
         if self._audit.complaints:
             what = f"the device holds the right groups, but the audit finds: {self._audit.complaints[0]}"
             return self.goal(False, what)

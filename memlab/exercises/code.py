@@ -49,6 +49,12 @@ _OF_LOAD = (
     "zero_()"
 )
 """What to do if a load does not give the gradients their memory back."""
+_OF_EMPTY = "call resize_ with the stored size first, and zero_() after it; a second release must not store 0"
+"""What to do if a load zeroes a storage that is empty."""
+_ON_HOST = "a load of gradients needs no host memory: call zero_(), or make the zeros on the device"
+"""What to do if a load makes tensors on the host."""
+_OF_LAB = "use no method of the lab here: the buffers that your function gets have all that is needed"
+"""What to do if the reader's code leaves the work to memlab."""
 _SYNCS = (("with", True, 1.0), ("over a slower link, with", True, 2.0), ("without", False, 1.0))
 """The cases of a weight sync. Seconds that are read off the line of the first case are wrong in the second."""
 
@@ -86,10 +92,12 @@ class CodeCheck(Goals):
                 if error := self._result(call, "gradients")[1]:
                     of_size = "a release stores the size and empties the storage, and writes nothing"
                     of_size = of_size if call == lab.offload else hint
-                    # Other errors say themselves what to do.
+                    # Other errors say themselves what to do; the last part that fits counts.
                     known = {"whose storage has": of_size, "'_Buffer' object": _UNSET, "'_Model' object": _OF_MODEL}
-                    known["'list' object"] = _OF_LISTS
-                    action = next((action for part, action in known.items() if part in error), "")
+                    known |= {"'list' object": _OF_LISTS, "code that the lab calls": _OF_LAB}
+                    if hint == _OF_LOAD:
+                        known["whose storage has 0 bytes"] = _OF_EMPTY
+                    action = ["", *(action for part, action in known.items() if part in error)][-1]
                     return self.goal(False, f"{what}: {error}", action)
                 audit = lab.audit_residency()
                 if audit.complaints:
@@ -100,6 +108,8 @@ class CodeCheck(Goals):
                         action = _IDLE if left == num_bytes else _PARTLY
                     elif what == calls[0][0] and not left:
                         action = _SWAPPED
+                    elif call == lab.load and audit.move_peak_host_bytes > audit.move_host_bytes:
+                        action = _ON_HOST
                     return self.goal(False, f"after {what}, the audit finds: {audit.complaints[0]}", action)
         return self.goal(True, "after every release and load, every byte of the gradients is where it should be")
 
@@ -138,7 +148,8 @@ class CodeCheck(Goals):
             if error:
                 hint = _OF_CURVE if "'Curve' object has no attribute" in error else ""
                 return self.goal(False, f"for {name}, your function ends in {error}", hint)
-            kind = answer.strip().lower().removesuffix(" by phase") if isinstance(answer, str) else answer
+            kind = answer.lower() if isinstance(answer, str) else answer
+            kind = "growth" if kind == "growth by phase" else kind
             if kind not in KINDS:
                 hint = _OF_STEADY if kind == "steady" else ""
                 what = f"for {name}, your function gives {answer!r}, must be one of {listed(KINDS)}"

@@ -49,7 +49,10 @@ class Check(Goals):
         elif record.forward_only:
             self.goal(False, "the record is that of a forward-only pass, must be that of a training step")
         elif not record.is_steady:
-            hint = "leave out warm_up=False: memlab then takes a warm-up step, and records the step after it"
+            hint = (
+                "take it again with lab.step(...) alone, which takes a warm-up step first: without warm_up=False, "
+                "without a tap, and not right after a forward-only pass"
+            )
             self.goal(False, "the step is not steady (no equal step came right before it), must be steady", hint)
         elif contradiction := _contradiction(record):
             self.goal(False, contradiction, "hand in the record as the step returned it")
@@ -308,9 +311,16 @@ class Check(Goals):
             return self.goal(False, "no activation was transferred to the host, must transfer some", reason)
         for module in modules:
             if not self._record.offloaded_bytes_by_module.get(module):
-                reason = self._record.without_effect.get(f"offload_modules:{module}", "it is not among offload_modules")
-                return self.goal(False, f"{module} transferred nothing to the host: {reason}")
+                reason = self._why_not_moved(module)
+                same = [each for each in modules if self._why_not_moved(each) == reason]
+                return self.goal(False, f"{listed(same)} transferred nothing to the host: {reason}")
         return self.goal(True, f"the saved tensors of {', '.join(modules)} were transferred to the host")
+
+    def _why_not_moved(self, module: str) -> str:
+        """Says why a module transferred nothing; empty if it transferred something."""
+        if self._record.offloaded_bytes_by_module.get(module):
+            return ""
+        return self._record.without_effect.get(f"offload_modules:{module}", "not among offload_modules")
 
     def ranks_differ_by_less_than(self, num_bytes: int, hint: str = "") -> Self:
         """Requires that the highest and the lowest peak of a job's ranks are closer than a number of bytes.

@@ -218,7 +218,6 @@ def judge_fit(
     record: StepRecord,
     steps: Steps,
     gpu_memory_bytes: int,
-    not_modelled: Sequence[NotModelled] = (),
     *,
     on_verdict: Callable[[], None] = lambda: None,
 ) -> Fit:
@@ -229,9 +228,9 @@ def judge_fit(
     Raises:
         FitInterrupted: At Ctrl-C, once there is a verdict.
     """
-    fit = judge_step(record, steps, gpu_memory_bytes, not_modelled)
+    fit = judge_step(record, steps, gpu_memory_bytes)
     on_verdict()
-    return with_alternatives(fit, record, steps, not_modelled)
+    return with_alternatives(fit, record, steps)
 
 
 def judge_step(

@@ -70,6 +70,11 @@ def note_environment(reading: Reading) -> None:
         reading.not_modelled.append(NotModelled(key, value if is_known else None, variable.effect, reason, place))
 
 
+def changes_memory(name: str) -> bool:
+    """Whether torch, Transformer Engine or NCCL reads a variable that can change what a rank keeps on its GPU."""
+    return name.startswith(("PYTORCH_", "NVTE_")) or any(fnmatchcase(name, one.pattern) for one in _VARIABLES)
+
+
 def is_outside_torch(key: str) -> bool:
     """Whether a key is a variable that changes no tensor, but what others take of the GPU beside torch."""
     return key.rpartition(".")[2].startswith(_OUTSIDE_TORCH)

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from memlab.config.validation import shortened
 from memlab.jobs.arguments import has_argument_block, read_argument_block, read_flags, read_overrides
 from memlab.jobs.bridge_package import is_recipe_file, read_recipe_file
 from memlab.jobs.entries import UNKNOWN, Entries, Entry, Line, NoJobError, lines_of
+from memlab.jobs.environment import changes_memory
 from memlab.jobs.frameworks.framework import Framework
 from memlab.jobs.frameworks.registry import (
     FRAMEWORKS,
@@ -27,15 +29,15 @@ from memlab.jobs.frameworks.registry import (
 from memlab.jobs.frameworks.torchtitan import TORCHTITAN
 from memlab.jobs.hydra_defaults import SELF, Default, defaults_of, merge_over, package_in, placed
 from memlab.jobs.interpolation import resolve
-from memlab.jobs.model_args import file_of_a_launcher, is_started_by_a_launcher, model_args
+from memlab.jobs.model_args import model_args, take_file_of_a_launcher
 from memlab.jobs.pbs import with_nodes
 from memlab.jobs.recipe_command import read_recipe, take_recipe_of_file
+from memlab.jobs.shell.paths import is_file, is_folder
 from memlab.jobs.shell.script import Command, Script, read_script
 from memlab.jobs.shell.variables import OwnArguments
 from memlab.jobs.skypilot import is_task, script_of
-from memlab.jobs.slime_file import FILES, values_of
 from memlab.jobs.slurm import nodes_of, note_nodes, take_ranks
-from memlab.jobs.swift_file import arguments_of, is_argument_file, is_preference_learning, named_file
+from memlab.jobs.swift_file import arguments_of, is_argument_file
 from memlab.jobs.toml_file import read_toml
 from memlab.jobs.yaml_tree import Node, flat, read_yaml, texts_of
 
@@ -82,10 +84,12 @@ def _read_text(
     format_name: str | None,
     arguments: list[str] | None,
     *,
-    is_started: bool = False,
+    started_with: dict[str, str] | None = None,
 ) -> tuple[str, Entries]:
+    """Reads a file; a script that another one starts has what that one exports."""
     text, is_whole = _text(path)
-    is_script = path.suffix not in (".json", ".yaml", ".yml", ".py", ".ipynb", ".toml") and text.lstrip()[:1] != "{"
+    is_object = path.suffix == ".json" or _OBJECT.match(text) is not None
+    is_script = path.suffix not in (".json", ".yaml", ".yml", ".py", ".ipynb", ".toml") and not is_object
     if arguments is not None and (not is_script or has_argument_block(text)):
         raise ValueError(f"{path.name} {_NO_SCRIPT}")
     if has_argument_block(text):
@@ -100,7 +104,7 @@ def _read_text(
     if len(text) > _MOST_BYTES_OF_A_CONFIGURATION:
         where = "" if is_whole else " in its first 8 MiB"
         raise NoJobError(f"{path.name} has more than 2 MiB and no block of arguments{where}: {_ACTION}")
-    if path.suffix == ".json" or text.lstrip()[:1] == "{":
+    if is_object:
         return _json_format(text, path, format_name, variables)
     root = read_yaml(text, path.name) if path.suffix in (".yaml", ".yml") else None
     if root is not None and not is_task(root):
@@ -109,7 +113,7 @@ def _read_text(
         raise NoJobError(f"{path.name} is a program, which memlab never runs: {_ACTION}")
     if path.suffix == ".toml":
         return _toml_format(text, path, format_name)
-    return _of_script(text if root is None else script_of(root), path, variables, format_name, arguments, is_started)
+    return _of_script(text if root is None else script_of(root), path, variables, format_name, arguments, started_with)
 
 
 def _of_script(
@@ -118,11 +122,12 @@ def _of_script(
     variables: dict[str, str],
     format_name: str | None,
     arguments: list[str] | None,
-    is_started: bool,
+    started_with: dict[str, str] | None,
 ) -> tuple[str, Entries]:
     of_slurm = nodes_of(text)
     text, of_pbs = with_nodes(text)
-    script = read_script(text, path, of_slurm | variables, arguments=arguments, is_job=is_job)
+    script = read_script(text, path, of_slurm | variables, arguments=arguments, environment=started_with, is_job=is_job)
+    is_started = started_with is not None
     own = None if format_name is not None or is_started else _job_that_is_started(script, path, of_slurm | variables)
     found, entries = own or _script_format(script, path, format_name)
     if framework_named(found).knows("nproc_per_node"):
@@ -226,6 +231,8 @@ def _plain(root: Node) -> dict[str, Any]:
     }
 
 
+_OBJECT = re.compile(r"\s*\{\s*[\"}]")
+"""How JSON begins; a script's ``{`` has a command behind it."""
 _JSON_KEY = re.compile(r'\s*"([^"]{1,200})"\s*:')
 
 
@@ -300,13 +307,15 @@ def _with_defaults(
             merge_over(merged, _of_default(default, base, path, named, chain, package))
         elif not default.is_optional:
             line = Line(default.line, path.name) if chain[1:] else default.line
-            merged.warnings.append(
-                f"line {line}: the defaults {shortened(default.name)} are not beside the file, so memlab takes the "
-                "framework's own"
-            )
+            merged.warnings.append(_takes_no_file(line, default))
     if not is_placed:
         merge_over(merged, own)
     return merged
+
+
+def _takes_no_file(line: int, default: Default) -> str:
+    where = f"line {line}: the defaults {shortened(default.name)} are not beside the file"
+    return f"{where}, so memlab takes the framework's own"
 
 
 def _of_default(
@@ -333,7 +342,7 @@ def _file_of_default(default: Default, path: Path, first: Path, searched: list[P
     folder = first.parent if default.file.startswith("/") and not Path(default.file).is_file() else path.parent
     base = folder / (default.file.lstrip("/") if folder == first.parent else default.file)
     bases = [base, *(folder / default.file.lstrip("/") for folder in searched)]
-    return next((base for base in bases if _is_file(base)), None)
+    return next((base for base in bases if is_file(base)), None)
 
 
 def _searched(root: Node, path: Path) -> list[Path]:
@@ -367,8 +376,8 @@ def _take_named_defaults(root: Node, read: list[Path], framework: Framework, ent
         for key, value in (framework.configurations.get(stem) or of_examples.get(stem, {})).items():
             if key not in entries.by_key:
                 entries.add(key, value, default.line)
-        missing = f"the defaults {shortened(default.name)} are not beside"
-        entries.warnings = [one for one in entries.warnings if missing not in one]
+        without_file = _takes_no_file(default.line, default)
+        entries.warnings = [one for one in entries.warnings if one != without_file]
         if stem in of_examples:
             entries.warnings.append(_takes_an_example(f"line {default.line}", default.name, framework))
 
@@ -402,16 +411,18 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             entries.program = programs[-1] if programs else None
             entries.flags_of_program = _flags_after_program(command)
             _leave_out_flags_of_the_launcher(framework, entries)
-            _take_files_of_flags(found, command, words, path, entries)
+            read = partial(_argument_file, path=path, entries=entries)
+            take_file_of_a_launcher(command.words, command.variables, entries, read)
+            framework.take_files(words, entries, read)
         else:
             entries.environment = dict(command.variables)
             folders = [*script.folders, *_folders_of_modules(command.variables.get("PYTHONPATH", ""))]
             entries.started_in = _folder_of_program(_program_of(words), folders, path)
-            words = _with_flags_as_overrides(words) if found == "automodel" else words
+            words = _with_flags_as_overrides(words) if framework.flags_are_overrides else words
             _take_overrides(words, path, framework, entries)
         if by_file is not None:
             started = [word for word, _ in command.words if word.endswith(".py")][-1]
-            others = sorted(_flags_after_program(command) - {"config"}) if found != "automodel" else []
+            others = [] if framework.flags_are_overrides else sorted(_flags_after_program(command) - {"config"})
             unseen = f", and does not see what {', '.join(f'--{name}' for name in others[:5])} set" if others else ""
             entries.warnings.append(
                 f"line {command.line}: the script starts {shortened(started)} with a configuration of "
@@ -419,12 +430,32 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             )
         entries.environment = entries.environment | command.variables
         entries.not_exported = command.not_exported
+        entries.warnings += [
+            f"line {command.line}: the script sets {name} and does not export it, so the job runs without it, unless "
+            f"the machine has exported it before: write export {name}"
+            for name in command.not_exported
+            if changes_memory(name) and name not in command.variables
+        ]
         _take_environment_of_ray(command, path, entries)
-        if script.lacks_arguments and any(UNKNOWN in word for word, _ in command.words):
+        if script.lacks_arguments and _has_unknown_values(command):
             entries.causes.append(script.lacks_arguments)
     if not entries.by_key:
         raise ValueError(f"{cause}{path.name} has no arguments of {found}: {_ACTION}")
     return found, entries
+
+
+_OF_A_MEETING = re.compile(
+    r"--(dist[-_](url|init[-_]addr)|master[-_](addr|port)|node[-_]rank|rdzv[-_](id|endpoint))(=.*)?", re.DOTALL
+)
+"""Flags that say where ranks meet, and that change no rank's memory."""
+
+
+def _has_unknown_values(command: Command) -> bool:
+    words = [word for word, _ in command.words]
+    return any(
+        UNKNOWN in word and not _OF_A_MEETING.fullmatch(word) and not (flag and _OF_A_MEETING.fullmatch(flag))
+        for flag, word in pairwise(["", *words])
+    )
 
 
 _ARGUMENT = re.compile(r"--[a-z]|[+~]*[a-z_]+[.][\w.]+=")
@@ -444,13 +475,15 @@ def _with_split_words(command: Command) -> Command:
             parts = shlex.split(word) if len(word.split()) >= _LEAST_ARGUMENTS else []
         except ValueError:
             parts = []
+        if any(_EVALUATES.search(part) for part in parts):
+            parts = []
         is_list = sum(_ARGUMENT.match(part) is not None for part in parts) >= _LEAST_ARGUMENTS
         words += [(part, line) for part in parts] if is_list else [(word, line)]
     return replace(command, words=words)
 
 
 def _with_flags_as_overrides(words: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Returns words with ``--key value`` as overrides, as ``parse_cli_argv`` of Automodel reads them (0.7.0)."""
+    """Returns words with ``--key value`` as overrides."""
     start = max((at for at, (word, _) in enumerate(words) if word.endswith(".py")), default=-1) + 1
     found, rest = words[:start], list(reversed(words[start:]))
     while rest:
@@ -481,6 +514,7 @@ def _leave_out_flags_of_the_launcher(framework: Framework, entries: Entries) -> 
             del entries.by_key[key]
 
 
+_EVALUATES = re.compile(r"(^|[/_-])eval(uate|uation)?([_-]\w+)?\.py$")
 _TRAINS_NOT = re.compile(r"(?i)eval|convert|export|infer|generat|serv|test|data|plot")
 
 
@@ -501,7 +535,7 @@ def _by_its_configuration(script: Script, path: Path) -> tuple[str, Command] | N
         ):
             continue
         files = [folder / names[0] for folder in path.absolute().parents]
-        file = next((one for one in files if one.suffix in (".yaml", ".yml") and _is_file(one)), None)
+        file = next((one for one in files if one.suffix in (".yaml", ".yml") and is_file(one)), None)
         framework = None if file is None else framework_of_keys(_keys_of(file))
         if framework is not None and framework_named(framework).style == "overrides":
             found[framework, names[0]] = command
@@ -511,22 +545,6 @@ def _by_its_configuration(script: Script, path: Path) -> tuple[str, Command] | N
 def _keys_of(file: Path) -> list[str]:
     root = read_yaml(_text(file)[0], file.name)
     return [*_with_defaults(root, file, [file]).by_key, *root.value]
-
-
-def _take_files_of_flags(
-    framework: str, command: Command, words: list[tuple[str, int]], path: Path, entries: Entries
-) -> None:
-    """Takes the files of arguments that the flags of a command name, as each framework does."""
-    if is_started_by_a_launcher(word for word, _ in command.words):
-        _take_file_of_a_launcher(command, path, entries)
-    if framework == "megatron-lm":
-        _take_file_for_flags(path, entries)
-    if framework == "slime":
-        _take_values_above_flags(path, entries)
-    if framework == "ms-swift":
-        _take_argument_file(words, path, entries)
-        if "rlhf_type" not in entries.by_key and is_preference_learning(words):
-            entries.add("rlhf_type", "dpo", command.line)
 
 
 def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) -> tuple[str, Entries] | None:
@@ -552,7 +570,7 @@ def _job_that_is_started(script: Script, path: Path, variables: dict[str, str]) 
         return None
     file, command, given = found[0]
     try:
-        name, entries = _read_text(file, variables | command.variables, None, given, is_started=True)
+        name, entries = _read_text(file, variables, None, given, started_with=command.variables)
     except NoJobError:
         if not is_job(given):
             raise
@@ -589,7 +607,7 @@ def _script_near(name: str, path: Path) -> Path | None:
     names = [name] if UNKNOWN not in name else []
     if name.startswith("/") or UNKNOWN in name:
         names += ["/".join(parts[first:]) for first in range(len(parts) - 1)]
-    return next((up / one for one in names for up in folders if _is_file(up / one)), None)
+    return next((up / one for one in names for up in folders if is_file(up / one)), None)
 
 
 def _without_own_arguments(command: Command, warnings: list[str]) -> list[tuple[str, int]]:
@@ -637,10 +655,10 @@ def _take_configuration(
         if key == "config_name" and "config_path" not in flags.by_key:
             others += [_file_of_a_name(base.name, named, path)]
         elsewhere = _of_another_machine(folder, where, base, path)
-        beside, base = base, next((one for one in (base, *others, *elsewhere) if _is_file(one)), base)
+        beside, base = base, next((one for one in (base, *others, *elsewhere) if is_file(one)), base)
         is_alone = not folder and key == "config_name" and named is None and base != beside and others[-1] == base
         entries.warnings += _said_of_place(entry, base, is_alone=is_alone, is_elsewhere=base in elsewhere)
-        if entry.is_unknown or not _is_file(base):
+        if entry.is_unknown or not is_file(base):
             _take_missing_configuration(name, entry, framework, entries)
             continue
         _take_configuration_file(base, framework, entries)
@@ -690,17 +708,10 @@ def _takes_an_example(place: str, name: str, framework: Framework) -> str:
 
 def _of_another_machine(folder: str, where: Path, base: Path, path: Path) -> list[Path]:
     """Returns where a configuration may lie whose folder is none of this machine: below one that holds the script."""
-    if _is_folder(base.parent) or not folder.startswith(("/", "<")):
+    if is_folder(base.parent) or not folder.startswith(("/", "<")):
         return []
     ends = [Path(*where.parts[start:]) for start in range(1, len(where.parts) - 1)]
     return [up / end for end in ends for up in path.absolute().parents]
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
 
 
 def _take_configuration_file(base: Path, framework: Framework, entries: Entries) -> None:
@@ -767,10 +778,10 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
     package = folder.removeprefix("pkg://").replace(".", "/") if folder.startswith("pkg://") else None
     folders = [source.parent / folder] if package is None else [up / package for up in path.absolute().parents]
     bases = [folder / f"{name}.yaml" for folder in folders]
-    base = next((base for base in bases if _is_file(base)), bases[0])
-    if name in framework.configurations and not _is_file(base):
+    base = next((base for base in bases if is_file(base)), bases[0])
+    if name in framework.configurations and not is_file(base):
         return
-    if not _is_file(base):
+    if not is_file(base):
         entries.warnings.append(
             f"{entries.program.place}: the configuration {name}, which {source.name} names, is not in its folder "
             f"{shortened(folder)}, so memlab takes the framework's own defaults: put it there, or give its keys with "
@@ -798,10 +809,10 @@ def _take_file_in_source(path: Path, framework: Framework, entries: Entries) -> 
     found = None if source is None else framework.file_in_source.search(_text(source)[0])
     base = None if source is None or found is None else source.parent.joinpath(*re.findall(r'"([^"]+)"', found[1]))
     example = framework.configuration_of.get(Path(str(program.value)).stem, "")
-    if (base is None or not _is_file(base)) and example in framework.examples:
+    if (base is None or not is_file(base)) and example in framework.examples:
         _take_missing_configuration(example, program, framework, entries)
         return
-    if base is None or not _is_file(base):
+    if base is None or not is_file(base):
         entries.warnings.append(
             f"{program.place}: the command names no configuration, and the one that {Path(str(program.value)).name} "
             "reads then is not near the script, so memlab takes the framework's own defaults: give its keys with --set"
@@ -860,10 +871,10 @@ def _source_of(program: str, path: Path) -> Path | None:
     for up in path.absolute().parents:
         for first in range(len(parts) if up == path.absolute().parent else len(parts) - 1):
             source = up.joinpath(*parts[first:]).with_suffix(".py")
-            if _is_file(source):
+            if is_file(source):
                 return source
         in_a_checkout = up.joinpath(parts[0], *parts).with_suffix(".py")
-        if _is_file(in_a_checkout):
+        if is_file(in_a_checkout):
             return in_a_checkout
     return None
 
@@ -883,7 +894,7 @@ def _folder_of_program(program: Entry | None, names: list[str], path: Path) -> P
         return None
     file = Path(str(program.value).removesuffix(".py").replace(".", "/")).with_suffix(".py")
     folders = (up / name for name in names if re.match(r"\w", name) for up in path.absolute().parents)
-    return next((folder for folder in folders if _is_file(folder / file)), None)
+    return next((folder for folder in folders if is_file(folder / file)), None)
 
 
 def _take_launcher(words: list[tuple[str, int]], framework: Framework, entries: Entries) -> None:
@@ -900,136 +911,37 @@ def _take_launcher(words: list[tuple[str, int]], framework: Framework, entries: 
         entries.add("engine.strategy", group.value, group.line)
 
 
-def _take_argument_file(words: list[tuple[str, int]], path: Path, entries: Entries) -> None:
-    """Takes the arguments of the file that a command of ms-swift names, below those of its flags."""
-    named = named_file(words)
-    if named is None:
-        return
-    name, line = named
-    root = _argument_file(name, line, path, entries)
-    if root is None:
-        return
-    own = arguments_of(root, name).of_file(Path(name).name)
-    flags = entries.by_key
-    for key in ("config", "use_ray"):
-        flags.pop(key, None)
-    if any(key.endswith(".gpus") for key in own.by_key) and flags:  # ms-swift under Ray reads the file alone
-        names = ", ".join(f"--{key}" for key in flags)
-        entries.warnings.append(
-            f"line {line}: under Ray, ms-swift reads the arguments of {name} only, so these flags change nothing: "
-            f"{names}"
-        )
-        flags = {}
-    entries.by_key = own.by_key | flags
-    entries.environment = own.environment
-
-
-def _take_file_of_a_launcher(command: Command, path: Path, entries: Entries) -> None:
-    """Takes the flags of the file that MoE Model Zoo's launcher reads, below those of the command."""
-    variables = command.variables
-    root = _argument_file(file_of_a_launcher(variables), command.line, path, entries)
-    if root is None or "MODEL_ARGS" not in root.value:
-        return
-    own = model_args(root, variables, file_of_a_launcher(variables)).of_file(Path(file_of_a_launcher(variables)).name)
-    if (nodes := variables.get("NNODES", "")).isdigit():
-        own.add("nnodes", int(nodes), command.line)
-        own.add("nproc_per_node", 4 if variables.get("GB200_CLUSTER") == "1" else 8, command.line)
-    entries.by_key = own.by_key | entries.by_key
-    entries.environment = own.environment
-    entries.warnings.append(
-        f"line {command.line}: the launcher adds flags of its own for DISPATCHER, PR, VPP, OPTIMIZER_OFFLOAD and "
-        "A2A_OVERLAP, which memlab does not read: give those that matter with --set KEY=VALUE"
-    )
-
-
 def _take_environment_of_ray(command: Command, path: Path, entries: Entries) -> None:
     """Takes the ``env_vars`` of the file that ``ray job submit --runtime-env`` names (Ray 2.x), above the script's."""
     for (before, _), (word, line) in pairwise(command.words):
         if before != "--runtime-env" and not word.startswith("--runtime-env="):
             continue
-        root = _argument_file(word.removeprefix("--runtime-env="), line, path, entries)
+        root = _argument_file(
+            word.removeprefix("--runtime-env="), line, path, entries, "the file with variables for Ray"
+        )
         if root is not None and isinstance(root.value, dict):
             entries.environment = entries.environment | texts_of(root.value.get("env_vars"))
 
 
-def _take_file_for_flags(path: Path, entries: Entries) -> None:
-    """Takes the file of ``--yaml-cfg``, which Megatron-LM reads in place of all flags (``parse_args``, d98e8a64).
-
-    Its keys are the destinations of the flags; those of the layers and of the layout have a section each, and the
-    names that Megatron-Core's configs have.
-    """
-    named = entries.by_key.get("yaml_cfg")
-    name = UNKNOWN if named is None or named.is_unknown else str(named.value)
-    root = None if named is None else _argument_file(name, named.line or 1, path, entries)
-    if named is None or root is None:
-        return
-    own, flags = Entries(), entries.by_key
-    for key, entry in flat(root, Path(name).name).by_key.items():
-        if entry.value is None:
-            continue
-        own.add(re.sub(r"^(language_model|model_parallel)[.]", "", key), entry.value, entry.line)
-    _name_as_flags(own)
-    kept = {key: flags[key] for key in ("nnodes", "nproc_per_node") if key in flags}
-    dropped = [f"--{key.replace('_', '-')}" for key in flags if key not in kept and key != "yaml_cfg"]
-    entries.by_key = own.of_file(Path(name).name).by_key | kept
-    entries.file_for_flags = Path(name).name
-    entries.warnings.append(
-        f"{named.place}: with --yaml-cfg Megatron-LM reads {Path(name).name} in place of all flags"
-        + (f", so these change nothing: {', '.join(dropped)}" if dropped else "")
-    )
-
-
-def _name_as_flags(own: Entries) -> None:
-    """Gives a file's keys the meaning that they have as flags, which Megatron-Core's configs do not ask.
-
-    See ``validate_yaml`` and ``core_transformer_config_from_yaml`` in megatron/training/yaml_arguments.py (00caa53a).
-    """
-    keys = own.by_key
-    if "num_moe_experts" in keys:
-        own.add("num_experts", keys["num_moe_experts"].value, keys.pop("num_moe_experts").line)
-    if "num_query_groups" in keys:
-        own.add("group_query_attention", True, keys["num_query_groups"].line)
-    elif "group_query_attention" in keys:
-        own.add("group_query_attention", False, keys["group_query_attention"].line)
-    activation = keys.get("activation_func")
-    if activation is not None and activation.value in ("swiglu", "squaredrelu", "gelu"):
-        del keys["activation_func"]
-        own.add("swiglu", activation.value == "swiglu", activation.line)
-        own.add("squared_relu", activation.value == "squaredrelu", activation.line)
-        if activation.value == "gelu" and "bias_activation_fusion" in keys:
-            own.add("bias_gelu_fusion", keys["bias_activation_fusion"].value, keys.pop("bias_activation_fusion").line)
-    # The one follows from num_layers_per_virtual_pipeline_stage, the other is always on.
-    for key in ("virtual_pipeline_model_parallel_size", "deallocate_pipeline_outputs"):
-        keys.pop(key, None)
-
-
-def _take_values_above_flags(path: Path, entries: Entries) -> None:
-    """Takes the values of the files that slime's arguments name."""
-    for argument in FILES:
-        entry = entries.by_key.get(argument)
-        if entry is not None and entry.value:
-            name = UNKNOWN if entry.is_unknown else str(entry.value)
-            root = _argument_file(name, entry.line or 1, path, entries)
-            if root is not None:
-                entries.by_key |= values_of(root, argument, name).of_file(Path(name).name).by_key
-
-
-def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node | None:
+def _argument_file(
+    name: str, line: int, path: Path, entries: Entries, what: str = "the file of arguments"
+) -> Node | None:
     """Reads a file of arguments, named from the script's folder or from one above it, where the job may be started.
 
     Args:
         name: As the command has it.
         entries: They get a warning if the file is not there.
+        what: What a user calls it.
 
     Returns:
         Its root, or None.
     """
     bases = [folder / name for folder in path.absolute().parents]
-    base = next((one for one in bases if UNKNOWN not in name and _is_file(one)), None)
+    base = next((one for one in bases if UNKNOWN not in name and is_file(one)), None)
     if base is None:
         shown = "" if UNKNOWN in name else f" {shortened(name)}"
         entries.warnings.append(
-            f"line {line}: the file of arguments{shown} is not beside the script, so what it sets is unknown: put it "
+            f"line {line}: {what}{shown} is not beside the script, so what it sets is unknown: put it "
             "there, or give its keys with --set"
         )
         return None
@@ -1037,13 +949,6 @@ def _argument_file(name: str, line: int, path: Path, entries: Entries) -> Node |
     if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
         raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
     return read_yaml(content.replace("\t", " "), base.name)  # JSON is YAML
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | None:

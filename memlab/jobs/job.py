@@ -660,6 +660,7 @@ def _why_not_alone(model: OtherModel, framework: Framework) -> str:
     return ", beside which memlab predicts a language model with Megatron only"
 
 
+_START = re.compile(r"(^|[.])pretrained_checkpoint$")
 _OF_A_RUN = re.compile(
     r"(^|[._])((experiment|run|exp|project|wandb)_name|save|model_path|ckpt_path|pretrained_checkpoint)$"
 )
@@ -692,6 +693,8 @@ def _own_architecture(reading: Reading) -> Architecture:
         said = {one.field for one in reading.taken if one.place != "default"} - {"num_layers"}
         own = {name: reading.values.get(name) for name in SAID_OF_MODELS if name in said}
         return replace(found, **{name: value for name, value in own.items() if value is not None})
+    if (started := _named_by_its_start(reading)) is not None:
+        return started
     try:
         return architecture_of(reading.values, reading.path.stem)
     except ValueError as error:
@@ -699,6 +702,23 @@ def _own_architecture(reading: Reading) -> Architecture:
         if len(mentioned) != 1:
             raise
         raise ValueError(f"{error} (the job's names say {mentioned[0]})") from None
+
+
+def _named_by_its_start(reading: Reading) -> Architecture | None:
+    """Returns the model that the checkpoint from which a job starts is named by, where the job gives no size."""
+    starts = [str(one.value) for key, one in reading.entries.by_key.items() if _START.search(key) and one.value]
+    if len(starts) != 1 or any(reading.values.get(size) is not None for size in ("num_layers", "hidden_size")):
+        return None
+    named = models_in(starts)
+    if len(named) != 1:
+        return None
+    warning = (
+        f"the job names no model, and memlab takes {named[0]}, as the checkpoint is called from which it starts "
+        f"({shortened(starts[0])}): give --architecture for another"
+    )
+    if warning not in reading.warnings:
+        reading.warnings.append(warning)
+    return find_architecture(named[0])
 
 
 def _names_of_the_run(reading: Reading) -> list[str]:

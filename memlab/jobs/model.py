@@ -12,7 +12,6 @@ from memlab.config.architectures import (
     ARCHITECTURES,
     Architecture,
     find_architecture,
-    known_names,
     published_architecture,
 )
 from memlab.config.families import Family
@@ -64,7 +63,7 @@ def architecture_named(name: str, folder: Path, others: Iterable[str] = ()) -> t
     says = f" (the job's names say {' or '.join(mentioned)})" if 0 < len(mentioned) <= _MOST_MENTIONED else ""
     raise ValueError(
         f"the model is {shortened(name)}, a name that memlab does not know: give --architecture with a model that "
-        f"memlab knows{says}, or with the path of the model's config.json; it models {known_names()}"
+        f"memlab knows{says}, or with the path of the model's config.json; memlab predict --help lists them"
     )
 
 

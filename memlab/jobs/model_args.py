@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from memlab.jobs.entries import UNKNOWN, Entries, Entry, parse_scalar
-from memlab.jobs.yaml_tree import Node, children_of, texts_of
+from memlab.jobs.yaml_tree import Node, ReadFile, children_of, texts_of
 
 LAUNCHERS = ("sbatch_benchmarking.sh", "interactive_benchmarking.sh")
 """MoE Model Zoo's, which a job starts with the variables in its environment and more flags as arguments."""
@@ -66,6 +67,29 @@ def is_started_by_a_launcher(words: Iterable[str]) -> bool:
     return any(word.rpartition("/")[2] in LAUNCHERS for word in words)
 
 
-def file_of_a_launcher(variables: dict[str, str]) -> str:
-    """Returns the file that a launcher reads, named from the Model Zoo's folder; unknown without ``MODEL``."""
-    return variables.get("TRAINING_PARAMS_PATH", f"model_configs/benchmarking/{variables.get('MODEL') or UNKNOWN}.yaml")
+def take_file_of_a_launcher(
+    words: list[tuple[str, int]], variables: dict[str, str], entries: Entries, read: ReadFile
+) -> None:
+    """Takes the flags of the file that a launcher reads, below those of its command.
+
+    Args:
+        words: Of the command, which may start another program.
+        variables: The command's. The file is named from the Model Zoo's folder; it is unknown without ``MODEL``.
+    """
+    if not is_started_by_a_launcher(word for word, _ in words):
+        return
+    model, line = variables.get("MODEL") or UNKNOWN, words[0][1]
+    name = variables.get("TRAINING_PARAMS_PATH", f"model_configs/benchmarking/{model}.yaml")
+    root = read(name, line)
+    if root is None or "MODEL_ARGS" not in root.value:
+        return
+    own = model_args(root, variables, name).of_file(Path(name).name)
+    if (nodes := variables.get("NNODES", "")).isdigit():
+        own.add("nnodes", int(nodes), line)
+        own.add("nproc_per_node", 4 if variables.get("GB200_CLUSTER") == "1" else 8, line)
+    entries.by_key = own.by_key | entries.by_key
+    entries.environment = own.environment
+    entries.warnings.append(
+        f"line {line}: the launcher adds flags of its own for DISPATCHER, PR, VPP, OPTIMIZER_OFFLOAD and "
+        "A2A_OVERLAP, which memlab does not read: give those that matter with --set KEY=VALUE"
+    )

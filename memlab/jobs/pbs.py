@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 _NUMBER = r"[1-9]\d{0,5}"
-_OPTION = re.compile(rf"#PBS\s+(?:[^#]*\s)?-l\s*(?:\S+,)?(?:select|nodes)=({_NUMBER})((?::\w+(?:=\w+)?)*)(?=[\s,]|$)")
+_CHUNK = rf"{_NUMBER}(?::\w+(?:=\w+)?)*"
+_OPTION = re.compile(rf"#PBS\s+(?:[^#]*\s)?-l\s*(?:\S+,)?(?:select|nodes)=({_CHUNK}(?:\+{_CHUNK})*)(?=[\s,]|$)")
 _OF_NODE = re.compile(rf":(?:mpiprocs|ppn)=({_NUMBER})(?!\w)")
 _FILE = r'"?\$(?:PBS_NODEFILE|\{PBS_NODEFILE\})"?'
 _LINES = re.compile(rf"\$\(\s*(?:wc\s+-l\s*<\s*{_FILE}|cat\s+{_FILE}\s*\|\s*wc\s+-l)\s*\)")
@@ -34,8 +35,11 @@ def with_nodes(text: str) -> tuple[str, str]:
         found = _OPTION.match(line)
         if found is None:
             continue
-        processes = _OF_NODE.search(found[2])
-        nodes, lines = int(found[1]), int(found[1]) * (int(processes[1]) if processes else 1)
+        nodes = lines = 0
+        for chunk in found[1].split("+"):
+            processes = _OF_NODE.search(chunk)
+            count = int(chunk.partition(":")[0])
+            nodes, lines = nodes + count, lines + count * (int(processes[1]) if processes else 1)
         counted, times = _HOSTS.subn(str(nodes), text)
         counted, more = _LINES.subn(str(lines), counted)
         said = (

@@ -5,29 +5,32 @@ Sources: ``slime_validate_args`` and ``parse_megatron_role_args`` in slime/utils
 
 from __future__ import annotations
 
-from memlab.jobs.entries import Entries
-from memlab.jobs.yaml_tree import Node, flat
+from pathlib import Path
 
-FILES = ("custom_config_path", "megatron_config_path")
+from memlab.jobs.entries import UNKNOWN, Entries
+from memlab.jobs.yaml_tree import Node, ReadFile, flat
+
+_FILES = ("custom_config_path", "megatron_config_path")
 """Arguments that name such a file; what the later one says counts."""
 _NEVER_TAKEN = ("num_nodes", "num_gpus_per_node")
 
 
-def values_of(root: Node, argument: str, name: str) -> Entries:
-    """Returns the values that a file gives to arguments of the training.
-
-    Args:
-        argument: One of `FILES`.
+def take_values_above_flags(_: object, entries: Entries, read: ReadFile) -> None:
+    """Takes the values that the files give to arguments of the training; as `Framework.take_files`.
 
     Raises:
-        ValueError: If aliases make more keys of it than any real file has.
+        ValueError: If aliases make more keys of a file than any real one has.
     """
-    if argument == "megatron_config_path":
-        root = Node(_overrides_of_the_actor(root), root.line)
-    entries = flat(root, name)
-    for key in _NEVER_TAKEN:
-        entries.by_key.pop(key, None)
-    return entries
+    for argument in _FILES:
+        entry = entries.by_key.get(argument)
+        name = UNKNOWN if entry is not None and entry.is_unknown else str(entries.get(argument) or "")
+        root = read(name, entry.line or 1) if entry is not None and name else None
+        if root is None:
+            continue
+        if argument == "megatron_config_path":
+            root = Node(_overrides_of_the_actor(root), root.line)
+        own = flat(root, name).of_file(Path(name).name).by_key
+        entries.by_key |= {key: value for key, value in own.items() if key not in _NEVER_TAKEN}
 
 
 def _overrides_of_the_actor(root: Node) -> dict[str, Node]:

@@ -5,12 +5,12 @@ Sources: ``parse_yaml_args`` in swift/cli/main.py, and ``parse_ray_yaml`` in swi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from memlab.jobs.entries import Entries
-from memlab.jobs.yaml_tree import Node, flat, texts_of
+from memlab.jobs.yaml_tree import Node, ReadFile, flat, texts_of
 
 COMMANDS = ("sft", "pt", "rlhf")
 _ENDINGS = (".yaml", ".yml", ".json")
@@ -41,22 +41,41 @@ def is_command(words: list[str]) -> bool:
     return is_named or any("swift/cli/_megatron" in word or "swift.cli._megatron" in word for word in words)
 
 
-def named_file(words: Iterable[tuple[str, int]]) -> tuple[str, int] | None:
-    """Returns the file of arguments that a command of ``megatron`` names, with its line; None if it names none.
+def take_argument_file(words: list[tuple[str, int]], entries: Entries, read: ReadFile) -> None:
+    """Takes the arguments of the file that a command of ``megatron`` names, below those of its flags.
+
+    ``megatron rlhf`` has the ``rlhf_type`` ``dpo`` unless one of them says otherwise. As `Framework.take_files`.
+    """
+    named = _named_file(words)
+    root = None if named is None else read(*named)
+    if named is not None and root is not None:
+        own, flags = arguments_of(root, named[0]).of_file(Path(named[0]).name), entries.by_key
+        for key in ("config", "use_ray"):
+            flags.pop(key, None)
+        if any(key.endswith(".gpus") for key in own.by_key) and flags:  # ms-swift under Ray reads the file alone
+            names = ", ".join(f"--{key}" for key in flags)
+            entries.warnings.append(
+                f"line {named[1]}: under Ray, ms-swift reads the arguments of {named[0]} only, so these flags change "
+                f"nothing: {names}"
+            )
+            flags = {}
+        entries.by_key = own.by_key | flags
+        entries.environment = own.environment
+    rlhf = [line for word, line in words if word == "rlhf" or word.endswith("/rlhf.py")]
+    if rlhf and "rlhf_type" not in entries.by_key:
+        entries.add("rlhf_type", "dpo", rlhf[0])
+
+
+def _named_file(words: list[tuple[str, int]]) -> tuple[str, int] | None:
+    """Returns the file of arguments that a command names, with its line; None if it names none.
 
     Only the first argument is a file, as for ms-swift; later ones belong to the flag before them.
     """
-    words = list(words)
     for (word, _), (following, line) in pairwise(words):
         is_first = word in COMMANDS or word.endswith(tuple(f"/{command}.py" for command in COMMANDS))
         if (is_first and following.endswith(_ENDINGS) and following[0] != "-") or word == "--config":
             return following, line
     return next(((word.partition("=")[2], line) for word, line in words if word.startswith("--config=")), None)
-
-
-def is_preference_learning(words: Iterable[tuple[str, int]]) -> bool:
-    """Whether a command is ``megatron rlhf``, whose ``rlhf_type`` is ``dpo`` unless a flag says otherwise."""
-    return any(word == "rlhf" or word.endswith("/rlhf.py") for word, _ in words)
 
 
 def arguments_of(root: Node, name: str) -> Entries:

@@ -7,6 +7,7 @@ not obeyed. Aliases are followed by reference, and what they expand to is counte
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,10 @@ class Node:
     value: Any
     """Of a mapping, a dict by key; of a list, the nodes; else the scalar."""
     line: int
+
+
+ReadFile = Callable[[str, int], Node | None]
+"""Reads a file that a line of a job names; None, after a warning, where it is not there."""
 
 
 def read_yaml(text: str, name: str) -> Node:

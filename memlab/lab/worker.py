@@ -115,7 +115,10 @@ class Worker:
             ValueError: If the caller is the worker's own thread.
         """
         if threading.current_thread() is self._thread:
-            raise ValueError("a progress or done callback runs on the lab's own thread: call the lab from another one")
+            raise ValueError(
+                "code that the lab calls (a progress or done callback, or a release or load of your own) runs on the "
+                "lab's own thread: call the lab from another one"
+            )
 
     def _refuse_if_busy(self) -> None:
         if self.busy:

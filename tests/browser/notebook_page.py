@@ -196,7 +196,8 @@ class NotebookPage:
     def close(self, picture: Path) -> None:
         """Ends the kernel and the page, and leaves a picture of what the page showed last."""
         self.page.screenshot(path=picture)
-        self.page.evaluate("() => window.jupyterapp?.shell.currentWidget?.sessionContext.shutdown()")
+        if self._notebook:
+            self.page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
         self.page.close()
 
     def wait_until_ready(self) -> None:

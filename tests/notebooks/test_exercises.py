@@ -138,6 +138,8 @@ def for_each(formula: str, letters: str, cases: str = "sizes") -> str:
     return f"mine = [{formula} for {letters} in {cases}]"
 
 
+OTHER_LAB = "lab = Lab(architecture, num_layers=2, seq_length=64)"
+"""What an answer may open; the exercise then opens its own again."""
 TE_LOSS = 'cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="te"'
 FULL_RECOMPUTE = 'recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1'
 
@@ -243,6 +245,7 @@ EXERCISES = {
             # As a float too: a formula with a division gives one.
             solution=for_each("(4 * h / 2 + 4 + 2 * m * k) * t", MOE_LETTERS),
             also_right=(
+                f"{OTHER_LAB}; {for_each('(2 * h + 4 + 2 * m * k) * t', MOE_LETTERS)}",
                 "import numpy as np; t, h, f, m, k = np.array(sizes).T; mine = (2 * h + 4 + 2 * m * k) * t",
                 *in_styles("2 * (h + 2 + m * k) * t", MOE_LETTERS),
             ),
@@ -475,6 +478,7 @@ EXERCISES = {
                 for_each("4 * t * h * ((L + n - 1) // n) * min(E, 1)", RETAINED, "jobs"),
                 f"import math; {for_each('4 * t * h * math.ceil(L / n) * bool(E)', RETAINED, 'jobs')}",
                 f"import numpy as np; {for_each('np.where(E, 4 * t * h * np.ceil(L / n), 0)', RETAINED, 'jobs')}",
+                f"{OTHER_LAB}; {for_each('4 * t * h * L / n * (E > 0)', RETAINED, 'jobs')}",
             ),
             wrong=(
                 for_each("2 * t * h * 2 * L // n", RETAINED, "jobs"),  # the dense model too

@@ -110,6 +110,9 @@ OTHER_MOVES = {
 }
 ZEROED = (
     "torch.zero_(buffer.grad_data)",
+    "torch.Tensor.zero_(buffer.grad_data)",
+    "buffer.grad_data.copy_(torch.zeros_like(buffer.grad_data))",
+    "torch.Tensor.copy_(buffer.grad_data, torch.zeros_like(buffer.grad_data))",
     "buffer.grad_data[:] = 0",
     "buffer.grad_data[...] = 0.0",
     "buffer.grad_data.storage().fill_(0)",
@@ -127,7 +130,20 @@ WRONG_MOVES = {
     "all but the experts forgotten in the load": (
         RELEASE, LOAD.replace(ALL, "model.expert_parallel_buffers"), "Megatron keeps buffers in two lists",
     ),
-    "arithmetic": (RELEASE, LOAD.replace(".zero_()", " *= 0"), "'grad_data' and 'int'): grad_data.zero_() fills it with zeros"),
+    "arithmetic": (
+        RELEASE, LOAD.replace(".zero_()", " *= 0"), "mul_, which needs a real tensor: grad_data.zero_() fills it with zeros",
+    ),
+    "copied ones": (
+        RELEASE, "import torch" + LOAD.replace(".zero_()", ".copy_(torch.ones(1))"), "that are not 0, must be 0",
+    ),
+    "zeros of the host": (
+        RELEASE, "import torch" + LOAD.replace(".zero_()", ".copy_(torch.zeros(buffer.numel))"), "or make the zeros on the device",
+    ),
+    "copied zeros before there is memory": (
+        RELEASE,
+        "import torch" + LOAD.replace("storage.resize_(", "buffer.grad_data.copy_(torch.zeros(1)); storage.resize_("),
+        "call resize_ with the stored size first, and zero_() after it",
+    ),
     "the experts forgotten": (RELEASE.replace(ALL, "model.buffers"), LOAD, "held by expert_parallel_buffers.grad_data"),
     "only the first buffer of each list": (
         RELEASE.replace(ALL, "[model.buffers[0], model.expert_parallel_buffers[0]]"), LOAD, "a list can have several buffers",
@@ -189,11 +205,15 @@ WRONG_MOVES = {
         RELEASE, LOAD.replace("zero_()", "untyped_storage().fill_(1)"), "fills the gradients with 1, must be 0",
     ),
     "a method that the stand-in lacks": (
-        f"for b in {ALL}: b.mine = b.grad_data.clone()", LOAD, "no attribute 'clone' here: grad_data.zero_() fills it with zeros",
+        f"for b in {ALL}: b.mine = b.grad_data.clone()", LOAD, "torch's clone, which needs a real tensor: grad_data.zero_() fills",
     ),
     "a function that needs a tensor": (
+        RELEASE, "import torch" + LOAD.replace("buffer.grad_data.zero_()", "torch.ones_like(buffer.grad_data)"),
+        "your code calls torch's ones_like, which needs a real tensor: grad_data.zero_() fills it with zeros",
+    ),
+    "zeros that go nowhere": (
         RELEASE, "import torch" + LOAD.replace("buffer.grad_data.zero_()", "torch.zeros_like(buffer.grad_data)"),
-        "your code calls torch's zeros_like, which needs a real tensor: grad_data.zero_() fills it with zeros",
+        "gives the gradients memory and does not zero it",
     ),
     "a load without a condition": (
         RELEASE,
@@ -221,7 +241,10 @@ WRONG_MOVES = {
     "zeroed before it has memory": (
         RELEASE,
         LOAD.replace("storage.resize_(", "buffer.grad_data.zero_(); storage.resize_("),
-        "a load calls resize_ with the stored size, in the same unit, and then zero_()",
+        "Hint: call resize_ with the stored size first, and zero_() after it; a second release must not store 0.",
+    ),
+    "only zeroed": (
+        RELEASE, f"for b in {ALL}: b.grad_data.zero_()", "call resize_ with the stored size first, and zero_() after it",
     ),
     "a load that works once": (
         RELEASE,
@@ -492,7 +515,7 @@ OTHER_KINDS = {
 import numpy as np
 start = np.array([step.static_bytes for step in steps]); left = np.array([step.residual_bytes for step in steps])
 rises = np.diff(start) / (start[-1] - start[0]) if start[-1] > 1.01 * start[0] else np.zeros(1)
-if rises[-1] > 0.05: return "Leak"
+if rises[-1] > 0.05: return "LEAK"
 if rises.any(): return "growth by phase"
 return "retention" if (left > 0).all() else "spike"
 """,
@@ -725,3 +748,15 @@ def test_an_error_in_a_release_gets_a_hint_about_a_release(lab: Lab, capsys: pyt
     body = f"{RELEASE.strip()}\nfor buffer in {ALL}: buffer.grad_data.zero_()"
     assert not check((function(body, "model"), function(LOAD, "model"))).moves_gradients_of(lab)
     assert "writes nothing" in capsys.readouterr().out
+
+
+def test_a_release_that_leaves_its_work_to_the_lab_gets_a_hint(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
+    release = function("lab.offload('gradients')", "model", {"lab": lab})
+    assert not check((release, function(LOAD, "model"))).moves_gradients_of(lab)
+    assert "Hint: use no method of the lab here" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answer", ["leak by phase", " leak", "spike "])
+def test_a_kind_that_the_text_does_not_name_is_refused(answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not check(lambda _: answer).classifies({})
+    assert f"your function gives {answer!r}, must be one of leak, " in capsys.readouterr().out

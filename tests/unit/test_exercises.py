@@ -144,7 +144,7 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
             ("recomputes_less_than", 1),
             "must recompute nothing. Hint: leave recompute_gran",
         ),
-        (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: it is not among offload_modules"),
+        (PLAIN, ("moves", "moe_act"), "moe_act transferred nothing to the host: not among offload_modules"),
         (
             replace(PLAIN, without_effect={"offload_modules:moe_act": "all is under min_offloaded_tensor_size"}),
             ("moves", "moe_act"),
@@ -225,12 +225,14 @@ def test_reached_goals_print_a_line_each_and_chain(capsys: pytest.CaptureFixture
                 not_steady,
                 ("peak_below", 10**15),
                 (
-                    "the step is not steady (no equal step came right before it), must be steady. Hint: leave out "
-                    "warm_up=False: memlab then takes a warm-up step, and records the step after it."
+                    "the step is not steady (no equal step came right before it), must be steady. Hint: take it again with "
+                    "lab.step(...) alone, which takes a warm-up step first: without warm_up=False, without a tap, and not "
+                    "right after a forward-only pass."
                 ),
             )
             for not_steady in (replace(PLAIN, is_steady=False), JobRecord.of([PLAIN, replace(PLAIN, is_steady=False)]))
         ),
+        (PLAIN, ("moves", "core_attn", "moe_act"), "core_attn and moe_act transferred nothing to the host: not among"),
         (
             replace(PLAIN, peak_allocated_bytes=1),
             ("peak_below", 10**15),

@@ -746,11 +746,24 @@ def test_what_a_machine_sets_where_a_script_runs_is_no_cause() -> None:
         ('$(echo "7 / 2" | bc)', "3"),
         ('$(echo "0.25 * 0.5" | bc)', ".12"),
         ('$(echo "3 * (1 + 2)" | bc)', UNKNOWN),
+        ('$(echo "scale=40; 7 / 3" | bc)', "2.3333333333333333333333333333333333333333"),
+        ('$(echo "scale=90; 7 / 3" | bc)', UNKNOWN),
+        ("$(awk 'BEGIN {print 3 * 2.5}')", "7.5"),
+        ("$(awk 'BEGIN {print int(7 / 2) + -7 % 4}')", "0"),
+        ("$(awk -v a=3 -v b=4 'BEGIN{printf \"%d\", a * b / 5}')", "2"),
+        ("$(awk 'BEGIN {printf \"%.2f\\n\", 1 / 8}')", "0.12"),
+        ("$(awk 'BEGIN {print 1 / 3}')", "0.333333"),
+        ("$(awk 'BEGIN {exit !(0.5 > 0.2)}' && echo yes || echo no)", "yes"),
+        ("$(awk 'BEGIN {exit !(0.1 > 0.2)}' && echo yes || echo no)", "no"),
+        ("$(awk 'BEGIN {print 3 > 2}')", UNKNOWN),
+        ("$(awk 'BEGIN {print 1 / 0}')", UNKNOWN),
+        ("$(awk 'BEGIN {print b}')", UNKNOWN),
+        ("$(awk '{print $1}' file)", UNKNOWN),
         ('$([ "$(echo "0.0 > 0.0" | bc)" -eq 1 ] && echo true || echo false)', "false"),
     ],
 )
 def test_sums_of_expr_and_bc_are_followed(text: str, printed: str) -> None:
-    """The values are those that GNU's expr 9.1 and bc 1.07 print."""
+    """The values are those that GNU's expr 9.1 and bc 1.07, and mawk 1.3.4, print."""
     assert words_of(f"run {text}") == ["run", printed]
 
 

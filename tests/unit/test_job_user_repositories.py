@@ -918,3 +918,139 @@ def test_a_program_of_nemo_rl_without_a_configuration_reads_that_of_its_reposito
     assert (job.scenario.architecture.name, job.scenario.layout.world_size) == ("qwen2.5-1.5b", 8)
     assert any("takes what it has in NeMo-RL's repository" in one for one in job.warnings)
     assert published_architecture("Qwen/Qwen2.5-7B-Instruct-1M") == ARCHITECTURES["qwen2.5-7b"]
+
+
+def test_what_cannot_change_the_memory_is_not_asked_for_and_not_warned_of(tmp_path: Path) -> None:
+    lines = VERL.format(f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B").strip()
+    policy = "actor_rollout_ref.actor.strategy=fsdp2 actor_rollout_ref.actor.fsdp_config.offload_policy"
+    for switch in (True, False):
+        job = _read(tmp_path / "run.sh", f"{lines} {policy}={switch}\n")
+        assert any("param_offload is off" in one for one in job.warnings) is not switch
+    job = _read(tmp_path / "run.sh", f"ray job submit --runtime-env env.yaml -- {lines}\n")
+    assert any("for Ray 'env.yaml' is not" in one for one in job.warnings)
+    job = _read(tmp_path / "run.sh", f"{{ {lines}; }}\n")
+    assert job.framework == "verl-fsdp"
+    job = _read(tmp_path / "run.sh", lines.replace("Qwen/Qwen2.5-0.5B", "a-model-of-mine") + "\n")
+    with pytest.raises(ValueError, match="a-model-of-mine") as caught:
+        job.required()
+    assert "phi-4" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("flag", "is_cause"), [("--master-addr $1", False), ("--master-addr=$1", False), ("$1", True)])
+def test_an_argument_that_says_where_ranks_meet_is_no_cause(flag: str, is_cause: bool, tmp_path: Path) -> None:
+    job = _read(tmp_path / "run.sh", f"torchrun {flag} pretrain_gpt.py --num-layers 2\n")
+    assert any("started with values" in one for one in job.causes) is is_cause
+
+
+TRAIN = """\
+export GPUS=${GPUS:-2}
+BATCH=${BATCH:-8}
+RESPONSES=4
+python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.tensor_model_parallel_size=1 \\
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B trainer.n_gpus_per_node=$GPUS \\
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=$BATCH actor_rollout_ref.rollout.n=$RESPONSES
+"""
+
+
+def test_a_script_that_another_one_starts_has_what_that_one_exports_and_may_change_it(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(TRAIN)
+    start = "export GPUS=4\nexport RESPONSES=16\nBATCH=2\n"
+    for line in ("bash train.sh", "exec bash train.sh", "./train.sh"):
+        job = _read(tmp_path / "run.sh", f"{start}{line}\n")
+        values = {one.key: one.value for one in job.taken}
+        assert values["trainer.n_gpus_per_node"] == 4
+        # What is not exported does not reach the other script, which sets what it likes.
+        assert values["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == 8
+        assert values["actor_rollout_ref.rollout.n"] == 4
+
+
+def test_a_search_in_a_file_is_no_job_and_decides(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(TRAIN)
+    search = "grep -q 'actor_rollout_ref.rollout.n={}' train.sh"
+    job = _read(tmp_path / "run.sh", f"if ! {search.format('$RESPONSES')}; then exit 1; fi\nbash train.sh\n")
+    assert [one.value for one in job.taken if one.key == "trainer.n_gpus_per_node"] == [2]
+    assert not any("cannot decide" in one or "would stop" in one for one in job.warnings)
+    for pattern, ranks in (("$RESPONSES", 4), ("none of it", 2)):
+        choice = f"if {search.format(pattern)}; then export GPUS=4; fi\nbash train.sh\n"
+        job = _read(tmp_path / "run.sh", choice)
+        assert [one.value for one in job.taken if one.key == "trainer.n_gpus_per_node"] == [ranks]
+
+
+def test_a_job_whose_keys_are_all_in_its_configuration_is_found(tmp_path: Path) -> None:
+    folder = _checkout(tmp_path, "0.5.0.dev")
+    (folder / "mine.yaml").write_text(f"defaults: [ppo_trainer, _self_]\nhydra: {{searchpath: [../verl]}}\n{DEFAULTS}")
+    job = _read(folder / "run.sh", "python3 -m verl.trainer.main_ppo --config-path=mine --config-name=mine\n")
+    assert job.framework == "verl-fsdp"
+    assert not job.causes
+
+
+def test_words_behind_a_comment_in_a_continued_command_are_named_and_read(tmp_path: Path) -> None:
+    job = _read(
+        tmp_path / "run.sh",
+        "ray job submit --address a \\\n  # -- python3 old.py \\\n  -- " + TRAIN[TRAIN.index("python3") :],
+    )
+    assert any("'--' is an argument without a command, since line 2 is a comment" in one for one in job.causes)
+    assert any(one.key == "actor_rollout_ref.model.path" for one in job.taken)
+
+
+@pytest.mark.parametrize(("agents", "count"), [(1, 1), (5, 4)])
+def test_the_turns_of_search_r1_repeat_the_prompts_of_a_step(agents: int, count: int, tmp_path: Path) -> None:
+    """64 prompts x 5 on 4 ranks, mini-batches of 256 sequences in micro-batches of 64: four of them on each rank."""
+    keys = (
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B data.train_batch_size=64 actor_rollout_ref.rollout.n=1 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size=64 "
+        f"actor_rollout_ref.model.use_remove_padding=true +actor_rollout_ref.rollout.n_agent={agents}"
+    )
+    folder = _checkout(tmp_path, "0.1")
+    (tmp_path / "verl" / "trainer" / "ppo").mkdir()
+    (tmp_path / "verl" / "trainer" / "ppo" / "ray_trainer.py").write_text("")
+    job = _read(folder / "run.sh", VERL.format(keys))
+    assert job.required()[0].num_microbatches == count
+    assert any("updates once with all" in one for one in job.warnings) is (agents == 1)
+
+
+@pytest.mark.parametrize(("release", "is_on"), [("0.1", False), ("0.5.0.dev", True), ("0.5.0", False)])
+def test_a_checkout_that_never_switches_expandable_segments_on_leaves_them_off(
+    release: str, is_on: bool, tmp_path: Path
+) -> None:
+    folder = _checkout(tmp_path, release)
+    if is_on:
+        (tmp_path / "verl" / "utils").mkdir()
+        (tmp_path / "verl" / "utils" / "device.py").write_text("def set_expandable_segments(enable): ...\n")
+    keys = f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"
+    job = _read(folder / "run.sh", VERL.format(keys))
+    assert job.required()[0].allocator.expandable_segments is is_on
+    job = _read(folder / "run.sh", f"export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n{VERL.format(keys)}")
+    assert job.required()[0].allocator.expandable_segments
+
+
+def test_a_checkpoint_names_the_model_of_a_configuration_without_one(tmp_path: Path) -> None:
+    text = "model: {{tensor_model_parallel_size: 1{}}}\ntrain: {{micro_batch_size: 1, global_batch_size: 4}}\n"
+    start = "checkpoint: {pretrained_checkpoint: /c/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16}\n"
+    job = _read(tmp_path / "job.yaml", text.format("") + start)
+    assert job.required()[0].architecture.name == "nemotron-3-nano-30b"
+    assert any("as the checkpoint is called from which it starts" in one for one in job.warnings)
+    # A job that gives a size is another model.
+    job = _read(tmp_path / "job.yaml", text.format(", num_layers: 4") + start)
+    assert not any("as the checkpoint is called" in one for one in job.warnings)
+
+
+def test_a_reward_model_is_without_effect_or_trained_or_only_an_engine(tmp_path: Path) -> None:
+    keys = f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"
+    for own, is_trained in (("", False), ("reward_model.enable=true", True)):
+        text = VERL.format(f"{keys} {own} reward_model.model.optim.lr=1 reward_model.own=2")
+        job = _read(tmp_path / "run.sh", text)
+        assert any("a reward model is trained" in one.reason for one in job.not_modelled) is is_trained
+        assert ("reward_model.own" in job.without_effect) is not is_trained
+
+
+def test_a_trainer_of_verl_that_memlab_does_not_know_is_named_and_not_refused(tmp_path: Path) -> None:
+    keys = (
+        f"{ROWS} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B data.train_batch_size=32 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=128"
+    )
+    job = _read(
+        tmp_path / "run.sh", VERL.format(keys).replace("verl.trainer.main_ppo", "verl.experimental.vla.main_sac")
+    )
+    assert any("is a trainer of verl's that memlab does not know" in one for one in job.warnings)
+    job.required()

@@ -323,10 +323,12 @@ def test_the_checks_of_an_audit_pass_and_help(capsys: pytest.CaptureFixture[str]
         assert not check(copied).complains_like(fine), "the same audit reproduces nothing"
         assert "the job's audit itself or a copy of it, must be an audit of your own" in capsys.readouterr().out
     assert not check(fine).only_on_device("gradients")
+    assert not check(fine).only_on_device("gradients", hint="call nothing")
     assert not check(twice).only_on_device("parameters")
     assert not check(fine).complains_like(twice)
-    wrong_group, wrong_size, other_complaint = capsys.readouterr().out.splitlines()
+    wrong_group, of_exercise, wrong_size, other_complaint = capsys.readouterr().out.splitlines()
     assert wrong_group.startswith("not yet: the device holds parameters, must hold only gradients. Hint: offload")
+    assert of_exercise.endswith("must hold only gradients. Hint: call nothing.")
     assert "the right groups, but the audit finds: parameters: 2 B on the device where 1 B should be" in wrong_size
     gone = audit_of(Holding(group="parameters", holder="here", expected_bytes=0, device_bytes=0))
     assert check(fine).only_on_device("parameters", now=lambda: again)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
+from memlab.jobs.job import Job
 from memlab.jobs.shell.script import read_script
 from tests.unit.shell_scripts import ScriptMaker, compared, starts_of_bash
 
@@ -200,6 +201,12 @@ def test_a_program_has_the_variables_that_bash_exports(text: str, tmp_path: Path
 
 def test_a_variable_that_is_not_exported_is_named(tmp_path: Path) -> None:
     for start, is_named in (("", True), ("export ", False)):
-        text = f"{start}PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\ntorchrun x.py --flag\n"
-        warnings = read_script(text, tmp_path / "run.sh").warnings
-        assert any("PYTORCH_CUDA_ALLOC_CONF and does not export it" in one for one in warnings) == is_named
+        (tmp_path / "run.sh").write_text(
+            f"{start}PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True\n{start}NCCL_ALGO=Ring\nNCCL_HEARTBEAT=9\n"
+            "torchrun pretrain_gpt.py --num-layers 2 --timeout $NCCL_HEARTBEAT\n"
+        )
+        warnings = Job.read(tmp_path / "run.sh").warnings
+        for name in ("PYTORCH_CUDA_ALLOC_CONF", "NCCL_ALGO"):
+            assert any(f"sets {name} and does not export it" in one for one in warnings) == is_named
+        # A variable that NCCL does not read, or that changes no memory, is the script's own.
+        assert not any("sets NCCL_HEARTBEAT" in one for one in warnings)

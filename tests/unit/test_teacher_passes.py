@@ -215,6 +215,8 @@ def test_nemo_rl_s_teacher_is_a_policy_of_its_own(packed: bool, row: tuple[int, 
     assert "teacher.model_name" not in {one.key for one in job.not_modelled}
     assert {one.key for one in job.taken} >= {"teacher.model_name", "teacher.logprob_batch_size"}
     assert not any("policy.logprob" in text for text in job.warnings)
+    of_budget = [text for text in job.warnings if text.startswith("teacher") and "filled up to a budget" in text]
+    assert len(of_budget) == packed, "the passes' own note, in place of that of a training's micro-batches"
 
 
 DTENSOR = """

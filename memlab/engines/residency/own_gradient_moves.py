@@ -7,8 +7,9 @@ attribute that the reader adds, such as ``grad_data_size``, would be read by meg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
@@ -119,12 +120,27 @@ class _StandIn:
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., object], _: object, arguments: Sequence[Any], *__: object
+        cls,
+        function: Callable[..., object],
+        _: object,
+        arguments: Sequence[Any] = (),
+        named: Mapping[str, Any] | None = None,
     ) -> Any:
-        if function is torch.zero_:
-            return arguments[0].zero_()
+        if function.__name__ == "__get__":  # an attribute of every tensor, such as grad
+            raise AttributeError(f"your code asks for what a real tensor has: {_ENOUGH}")
+        own: Any = getattr(cls, function.__name__, None)
+        is_own = isinstance(own, FunctionType) and own.__module__ == __name__
+        if is_own and arguments and isinstance(arguments[0], cls):
+            return own(*arguments, **(named or {}))  # such as torch.zero_, or torch.Tensor.zero_
+        if function is torch.zeros_like:
+            return torch.zeros(arguments[0].shape, dtype=arguments[0].dtype, device=arguments[0].device)
         raise ValueError(f"your code calls torch's {function.__name__}, which needs a real tensor: {_ENOUGH}")
 
+
+if TYPE_CHECKING:
+    _Tensor = object  # a stand-in has fewer arguments than a tensor's methods
+else:
+    _Tensor = torch.Tensor
 
 _REPLACED = (
     "your code puts something in the place of grad_data, must leave it: that frees nothing, because the gradient of "
@@ -136,14 +152,22 @@ _ENOUGH = (
 )
 
 
-class _GradDataStandIn(_StandIn):
-    """Stands in for the tensor ``grad_data``."""
+class _GradDataStandIn(_StandIn, _Tensor):
+    """Stands in for the tensor ``grad_data``; it is a tensor, so that methods of torch's class accept it."""
+
+    def __new__(cls, _: torch.Tensor) -> Self:
+        stand_in: Any = torch.empty(0, device="meta").as_subclass(cls)  # type: ignore[type-var]  # at run time a tensor
+        return stand_in
 
     def __init__(self, real: torch.Tensor) -> None:
         self._real = real
         self._is_unwritten = False
         self._is_sized_in_bytes = False
-        self.dtype, self.device, self.shape = real.dtype, real.device, real.shape
+
+    dtype = property(lambda self: self._real.dtype)
+    device = property(lambda self: self._real.device)
+    shape = property(lambda self: self._real.shape)
+    __repr__ = object.__repr__
 
     @property
     def data(self) -> _GradDataStandIn:
@@ -221,6 +245,13 @@ class _GradDataStandIn(_StandIn):
     def fill_(self, value: float) -> _GradDataStandIn:
         if value:
             raise ValueError(f"your code fills the gradients with {value:g}, must be 0: the next backward adds to them")
+        return self.zero_()
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> _GradDataStandIn:
+        if source.expand(self.shape).any():
+            raise ValueError(
+                "your code copies numbers into the gradients that are not 0, must be 0: the next backward adds to them"
+            )
         return self.zero_()
 
     def __setitem__(self, index: object, value: float) -> None:

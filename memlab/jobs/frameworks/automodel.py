@@ -622,6 +622,7 @@ AUTOMODEL = Framework(
         of_tree=lambda begins: begins("model.") and (begins("step_scheduler.") or begins("dist_env.")),
     ),
     style="overrides",
+    flags_are_overrides=True,  # ``parse_cli_argv``, 0.7.0
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("automodel"),

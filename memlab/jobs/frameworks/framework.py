@@ -21,6 +21,7 @@ from memlab.config.versions import Versions
 from memlab.jobs.entries import UNKNOWN, Entries, Entry
 from memlab.jobs.frameworks.keys import ABSENT, NOT, SWITCH, TEXT, Blocked, Conversion, Effect, Key, Missing, refusal
 from memlab.jobs.frameworks.without_effect import has_no_effect
+from memlab.jobs.yaml_tree import ReadFile
 
 Style = Literal["flags", "overrides"]
 _MAY_BE_NONE = {*(one.name for one in fields(MemorySettings)), *options_of(TrainingState)}
@@ -220,10 +221,15 @@ class Framework:
     signs: Signs
     style: Style
     """Whether its scripts have ``--flags value`` or ``key=value``."""
+    flags_are_overrides: bool = False
+    """Whether ``--key value`` says the same as ``key=value``."""
     keys: tuple[Key, ...]
     missing: tuple[Missing, ...]
     without_effect: frozenset[str]
     """Keys that do not change the memory of a training step (`keys_without_effect`)."""
+    take_files: Callable[[list[tuple[str, int]], Entries, ReadFile], None] = lambda *_: None
+    """Takes what the files say that the flags of a command name. It gets the words behind the program, each with its
+    line, and the entries of the flags."""
     complete: Callable[[Reading], None]
     """Derives what several keys decide together."""
     complete_of_model: Callable[[Reading, Architecture], None] = lambda *_: None

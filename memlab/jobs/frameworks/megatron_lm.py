@@ -60,6 +60,7 @@ from memlab.jobs.frameworks.megatron_keys import (
 from memlab.jobs.frameworks.refused_options import check_flags, note_single_experts
 from memlab.jobs.frameworks.user_buffers import NO_FLAGS, NOT_WRITTEN, OPTION
 from memlab.jobs.frameworks.without_effect import keys_without_effect
+from memlab.jobs.megatron_file import take_file_for_flags
 from memlab.jobs.model_args import is_started_by_a_launcher
 
 FLAGS_OF_COMPUTING = tuple(replace(key, name=key.field) for key in COMPUTE if key not in FUSIONS)
@@ -889,6 +890,7 @@ MEGATRON_LM = Framework(
     keys=(*KEYS, *_USER_BUFFERS),
     missing=tuple(row for row in FLAGS_MISSING if row.name != OPTION),
     without_effect=FLAGS_WITHOUT_EFFECT - {key.name for key in _USER_BUFFERS},
+    take_files=take_file_for_flags,
     complete=complete,
     complete_refused=complete_refused,
     check=_check,

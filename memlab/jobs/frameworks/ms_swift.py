@@ -85,7 +85,7 @@ from memlab.jobs.frameworks.reinforcement import (
     take_rollout,
 )
 from memlab.jobs.frameworks.without_effect import keys_without_effect
-from memlab.jobs.swift_file import is_command
+from memlab.jobs.swift_file import is_command, take_argument_file
 
 _OPTIMIZER = tuple(key for key in FLAGS_OF_THE_OPTIMIZER if not key.name.startswith("overlap_cpu"))
 _RECOMPUTE = tuple(
@@ -954,6 +954,7 @@ MS_SWIFT = Framework(
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("ms_swift") | model_without_effect(_EXTRA),
+    take_files=take_argument_file,
     complete=complete,
     complete_of_model=_complete_model,
     compose=compose,

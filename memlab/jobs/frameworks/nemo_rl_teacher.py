@@ -15,6 +15,7 @@ from memlab.jobs.frameworks.framework import Framework, Reading
 from memlab.jobs.frameworks.keys import COUNT, Key
 from memlab.jobs.frameworks.nemo_rl import NEMO_RL
 from memlab.jobs.frameworks.nemo_rl_dtensor import NEMO_RL_DTENSOR, chooses_dtensor
+from memlab.jobs.frameworks.reinforcement import more_rows
 
 _OF_STUDENT = ("policy.generation", "policy.max_total_sequence_length", "policy.make_sequence_length_divisible_by")
 _OF_TRAINING = (
@@ -89,9 +90,9 @@ def complete(reading: Reading) -> None:
         return
     reading.rollout = replace(reading.rollout, num_passes=passes)
     *others, row = reading.taken
+    of_training = more_rows(reading, row.key)
     reading.taken = [*others, replace(row, key=row.key.replace("train_mb", "logprob_mb"))]
-    # In place of the note by which more passes need no more memory.
-    reading.warnings = [one for one in reading.warnings if not one.endswith("experts are spread over ranks")]
+    reading.warnings = [one for one in reading.warnings if one != of_training]
     reading.warnings.append(
         f"{reading.taken[-1].key}: passes are filled up to a budget, so their number depends on the data; memlab "
         f"predicts {passes or values['num_microbatches']}, all full, of each of which the largest logits stay until "

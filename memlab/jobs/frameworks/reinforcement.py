@@ -132,14 +132,18 @@ def take_rows(
         reading.micro_batches = (turn, rows)
     reading.most_micro_batches = rows
     values["num_microbatches"] = _full_rows(rows, stages)
-    predicted = values["num_microbatches"]
-    if turn == rows == predicted:
-        return
+    if not turn == rows == values["num_microbatches"]:
+        reading.warnings.append(more_rows(reading, key))
+
+
+def more_rows(reading: Reading, key: str) -> str:
+    """Says that a step may have other micro-batches than the predicted ones, with the key of their budget."""
+    turn, rows = reading.micro_batches or (1, None)
     number = f"their number, {turn} to {rows} in a step, depends" if rows else "their number depends"
     why = f"a step has {turn}" if turn == rows else f"micro-batches are filled up to a budget, so {number} on the data"
-    reading.warnings.append(
-        f"{key}: {why}; memlab predicts {predicted}, all full; more of them need no more memory, unless experts are "
-        "spread over ranks"
+    return (
+        f"{key}: {why}; memlab predicts {reading.values['num_microbatches']}, all full; more of them need no more "
+        "memory, unless experts are spread over ranks"
     )
 
 

@@ -7,27 +7,26 @@ nothing leaves the device between steps.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from memlab.config.allocator_settings import AllocatorSettings
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.framework import CannotStartError, Framework, Reading, Signs
+from memlab.jobs.frameworks.framework import CannotStartError, Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import (
     Own,
-    check_family,
     check_shards,
     composed_of_fsdp2,
     of_other_values,
     take_checkpointed_layers,
 )
 from memlab.jobs.frameworks.keys import Missing, is_false
-from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import composed, longest_sequence, note_segments, take_sequences
 from memlab.jobs.frameworks.skyrl_checkout import note_checkout
 from memlab.jobs.frameworks.skyrl_fsdp import (
     CANNOT_WRITE,
-    WITHOUT_OWN_KEY,
+    SKYRL_FSDP,
     WRAPPED,
     complete_engine,
     engine_keys,
@@ -125,25 +124,20 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     return of_other_values(scenario, settings, own | own_engine(scenario))
 
 
-SKYRL_SFT_FSDP = Framework(
+SKYRL_SFT_FSDP = replace(
+    SKYRL_FSDP,
     name="skyrl-sft-fsdp",
     title="SkyRL's SFT trainer with FSDP2",
-    source="main of August 2026",
     signs=Signs(looked_for="strategy=fsdp"),
-    style="overrides",
     keys=KEYS,
     missing=MISSING,
     without_effect=SKYRL_SFT.without_effect | SKYRL_SFT.names(),
     complete=complete,
-    complete_of_model=check_family,
     check=check,
-    fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     compose=compose,
     packs=packs,
     cannot_write=CANNOT_WRITE
     | {"offload_optimizer_except_update": "SkyRL's SFT trainer keeps the model on the device between steps"},
     cannot_write_of=cannot_write,
-    without_own_key=WITHOUT_OWN_KEY,
-    render=plain_lines,
 )
 """`memlab.jobs.frameworks.registry` says which jobs are its."""

@@ -58,6 +58,7 @@ from memlab.jobs.frameworks.reinforcement import (
 )
 from memlab.jobs.frameworks.user_buffers import NOT_WRITTEN
 from memlab.jobs.frameworks.without_effect import keys_without_effect
+from memlab.jobs.slime_file import take_values_above_flags
 
 _IS_NOT_ZERO = Conversion(lambda value: bool(NUMBER.read(value)), lambda value: 0.01 if value else 0)
 CRITIC = "advantage_estimator"
@@ -407,6 +408,7 @@ SLIME = Framework(
     keys=KEYS,
     missing=FRAMEWORK_MISSING,
     without_effect=FLAGS_WITHOUT_EFFECT | keys_without_effect("slime"),
+    take_files=take_values_above_flags,
     complete=complete,
     check=check_arguments,
     compose=compose,

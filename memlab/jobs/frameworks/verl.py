@@ -51,6 +51,7 @@ from memlab.jobs.frameworks.verl_checkout import (
     VERSIONS,
     checks_prompts,
     has_earlier_configurations,
+    leaves_segments,
     release_around,
     trains_without_engines,
     version_around,
@@ -210,6 +211,13 @@ def note_program(reading: Reading) -> None:
     name = "verl." if program is None else str(program.value)
     if program is None or _is_own_program(name):
         return
+    if "verl.experimental." in name:
+        reading.other_program = f"{name}, a trainer that memlab does not know,"
+        reading.warnings.append(
+            f"{program.place}: {name} is a trainer of verl's that memlab does not know: memlab reads its keys as "
+            "main_ppo does, and does not see what else it does"
+        )
+        return
     reading.other_program = f"{name}, a program of the job's own,"
     configuration = reading.entries.by_key.get("config_name")
     reading.warnings.append(
@@ -225,7 +233,9 @@ def _is_own_program(name: str) -> bool:
     """Whether a program is one of verl's (0.2.0 to 0.9.1 and 1dda039b), and not of a fork."""
     *folders, program = name.removesuffix(".py").replace("/", ".").split(".")
     below = folders[len(folders) - folders[::-1].index("verl") :] if "verl" in folders else [""]
-    return below[:1] == ["experimental"] or (below == ["trainer"] and program in _PROGRAMS_OF_TRAINER)
+    return (below[:1] == ["experimental"] and below[1:2] != ["vla"]) or (
+        below == ["trainer"] and program in _PROGRAMS_OF_TRAINER
+    )
 
 
 def note_workers(reading: Reading) -> None:
@@ -301,6 +311,10 @@ def take_rows_of_all_ranks(reading: Reading, responses: int = 1) -> None:
     _take_steps_of_few_prompts(reading, max(1, values["world_size"] // split))
 
 
+_REPEATS = f"{_ROLLOUT}.n_agent"
+"""Of Search-R1 (598e61bd) and its forks: how often ``fit`` of ray_trainer.py repeats each prompt before its turns."""
+
+
 def _take_steps_of_few_prompts(reading: Reading, copies: int) -> None:
     """Takes one mini-batch of all prompts of a step where a mini-batch may have more.
 
@@ -311,7 +325,9 @@ def _take_steps_of_few_prompts(reading: Reading, copies: int) -> None:
         copies: Of the model, among which the sequences are shared.
     """
     values, prompts, key = reading.values, reading.get("data.train_batch_size"), f"{_ACTOR}.ppo_mini_batch_size"
-    mini_batch = values.get("prompts")
+    mini_batch, repeats = values.get("prompts"), reading.get(_REPEATS)
+    if is_number(prompts) and is_number(repeats):
+        prompts *= repeats
     if checks_prompts(reading.started) or not is_number(prompts) or not is_number(mini_batch) or prompts >= mini_batch:
         return
     values["prompts"] = prompts
@@ -356,6 +372,7 @@ def complete(reading: Reading) -> None:
     take_gpus_of_the_engine(reading)
     check_engine(reading)
     note_critic(reading, "critic.megatron")
+    note_reward_model(reading)
     section = "megatron.override_transformer_config"
     note_other_section(reading, f"actor_rollout_ref.ref.{section}", f"{_ACTOR}.{section}", is_there=compares(reading))
     complete_engine(reading, *_PREFIXES)
@@ -466,6 +483,8 @@ def take_allocator(reading: Reading) -> None:
     See ``update_weights`` in verl/workers/engine_workers.py (0.9.1): only what sends weights inside the process does.
     """
     key = f"{_ROLLOUT}.checkpoint_engine.backend"
+    if reading.version in (None, BEFORE) and leaves_segments(reading.started):
+        return
     if reading.get(key) in (None, "naive"):
         reading.take(key, "expandable_segments", value=True)
         note_segments(reading, key)
@@ -536,7 +555,7 @@ def _check_prompts(reading: Reading) -> None:
             "micro-batches than memlab says, of the same size"
         )
         return
-    if program is None or str(program.value).startswith("verl."):
+    if program is None or not reading.other_program:
         raise CannotStartError(f"{broken}, which verl refuses: change one of them")
     reading.warnings.append(
         f"{broken}, which verl refuses if {program.value} lets it check the job: a step may have fewer micro-batches "
@@ -586,6 +605,24 @@ def has_critic(reading: Reading) -> tuple[str, bool]:
     """Returns the key that decides about a critic, and whether there is one (``need_critic``, trainer/ppo/utils.py)."""
     key = "critic.enable" if reading.get("critic.enable") is not None else "algorithm.adv_estimator"
     return key, reading.get(key, "gae") in ("gae", True)
+
+
+def note_reward_model(reading: Reading) -> None:
+    """Says what a reward model has without effect, or that one is trained, as PRIME's is (verl-recipe, prime)."""
+    for section in ("reward.reward_model", "reward_model"):
+        names = [name for name in reading.entries.by_key if name.startswith(f"{section}.")]
+        if reading.get(f"{section}.enable"):
+            if any(name.startswith(f"{section}.model.optim.") for name in names):
+                reading.miss(
+                    f"{section}.model.optim",
+                    "more",
+                    "a reward model is trained on the same GPUs: its parameters, gradients and optimizer state",
+                )
+            continue
+        for name in names:
+            if not name.endswith(".enable"):
+                reading.known.add(name)
+                reading.without_effect[name] = "the job has no reward model"
 
 
 def note_critic(reading: Reading, engine: str) -> None:
@@ -662,7 +699,7 @@ VERL = Framework(
     title="verl",
     source="0.9.1, and main of August 2026",
     transformer_engine="2.16",
-    signs=Signs(looked_for="actor_rollout_ref", key="actor_rollout_ref."),
+    signs=Signs(looked_for="actor_rollout_ref", programs=("verl.trainer.main_ppo",), key="actor_rollout_ref."),
     style="overrides",
     keys=KEYS,
     missing=FRAMEWORK_MISSING,

@@ -20,6 +20,8 @@ _VERSION_FILES = ("verl/version/version", "verl/verl/version/version")
 """In a checkout of verl, and in a repository that has one in a folder of that name."""
 _PPO_TRAINER = ("verl/trainer/ppo/ray_trainer.py", "verl/verl/trainer/ppo/ray_trainer.py")
 _FIRST_WITH_OTHER_CHECKS = (0, 5)
+_DEVICES = ("verl/utils/device.py", "verl/verl/utils/device.py")
+_FIRST_WITH_SEGMENTS = (0, 6)
 _SFT_TRAINER = ("verl/trainer/fsdp_sft_trainer.py", "verl/verl/trainer/fsdp_sft_trainer.py")
 _REQUIREMENTS = ("requirements*.txt", "pyproject.toml", "setup.py")
 _REQUIREMENT = re.compile(
@@ -81,6 +83,18 @@ def checks_prompts(path: Path) -> bool:
     files = (folder / name for folder in path.absolute().parents for name in _PPO_TRAINER)
     text = next((text for file in files if (text := text_of(file)) is not None), None)
     return text is None or re.search(r"train_batch_size >= .*ppo_mini_batch_size", text) is not None
+
+
+def leaves_segments(path: Path) -> bool:
+    """Whether the nearest checkout, or the release that a repository requires, never switches expandable segments on.
+
+    verl does since e6843cc8 (2025-08-13), so 0.5.0 does not and 0.6.0 does.
+    """
+    files = (folder / name for folder in path.absolute().parents for name in _DEVICES)
+    if (text := next((text for file in files if (text := text_of(file)) is not None), None)) is not None:
+        return "def set_expandable_segments" not in text
+    release = release_around(path)
+    return release is not None and release[0] < _FIRST_WITH_SEGMENTS
 
 
 def trains_without_fsdp2(path: Path) -> bool:

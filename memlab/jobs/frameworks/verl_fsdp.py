@@ -63,6 +63,7 @@ from memlab.jobs.frameworks.verl import (
     note_critic,
     note_lengths,
     note_program,
+    note_reward_model,
     note_workers,
     refuse_without_training,
     rows_of_passes,
@@ -240,9 +241,12 @@ def complete_trainer(reading: Reading, name: str, engine: str, *, has_reference_
     take_turns(reading)
     take_gpus_of_the_engine(reading)
     note_critic(reading, f"critic.{name}")
+    note_reward_model(reading)
     if values["is_colocated"]:
         take_allocator(reading)
-    if not values["offload_parameters"]:  # ``offload_fsdp_model_to_cpu`` in verl/utils/fsdp_utils.py empties the cache
+    if not (
+        values["offload_parameters"] or values.get("fsdp_cpu_offload")
+    ):  # ``offload_fsdp_model_to_cpu`` in verl/utils/fsdp_utils.py empties the cache
         reading.warnings.append(
             f"{engine}.param_offload is off, so verl empties torch's cache at the weight sync only: each phase counts "
             "what it needs by itself, and torch may hold more that is left of the phases before"

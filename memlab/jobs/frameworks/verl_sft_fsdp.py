@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
 from memlab.jobs.frameworks.balanced_rows import take_rows_of_verl
-from memlab.jobs.frameworks.framework import Framework, Reading, Signs
-from memlab.jobs.frameworks.fsdp2 import check_family, check_shards
+from memlab.jobs.frameworks.framework import Reading, Signs
+from memlab.jobs.frameworks.fsdp2 import check_shards
 from memlab.jobs.frameworks.keys import TEXT, Key
-from memlab.jobs.frameworks.lines import hydra_lines
 from memlab.jobs.frameworks.reinforcement import is_packed, take_sequences
-from memlab.jobs.frameworks.verl_checkout import version_around
 from memlab.jobs.frameworks.verl_fsdp import (
     CANNOT_WRITE,
-    WITHOUT_OWN_KEY,
+    VERL_FSDP,
     cannot_write,
     complete_engine,
     composed_of_engine,
@@ -77,26 +76,18 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     }
 
 
-VERL_SFT_FSDP = Framework(
+VERL_SFT_FSDP = replace(
+    VERL_FSDP,
     name="verl-sft-fsdp",
     title="verl's SFT trainer with FSDP",
-    source="1dda039b, and 0.9.1",
     signs=Signs(looked_for="engine=fsdp"),
-    style="overrides",
     keys=KEYS,
     missing=(*engine_missing("engine", "model"), *(row for row in VERL_SFT.missing if row.name.startswith("data."))),
     without_effect=VERL_SFT.without_effect | keys_without_effect("verl_fsdp"),
     complete=complete,
-    complete_of_model=check_family,
     check=check_shards,
-    versions=VERL_SFT.versions,
-    version_around=version_around,
-    fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     compose=compose,
-    packs=is_packed,
     cannot_write=CANNOT_WRITE | {"allocator": "set the environment variable PYTORCH_CUDA_ALLOC_CONF"},
     cannot_write_of=cannot_write,
-    without_own_key=WITHOUT_OWN_KEY,
-    render=hydra_lines,
 )
 """`memlab.jobs.frameworks.registry` says which jobs are its."""

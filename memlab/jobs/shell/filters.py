@@ -1,4 +1,4 @@
-"""What ``tr`` and ``sed`` make of a text that a script gives them, as far as memlab reads their options (GNU's)."""
+"""What ``tr``, ``sed`` and ``grep`` make of a text, as far as memlab reads their options (GNU's)."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _NOT_READ = re.compile(r"\[=.=\]|\[.\*\d*\]", re.DOTALL)
 _REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
 _MOST_TRIALS = 10**7
 """Of where the repetitions of an expression may end in a line: more than in any real script."""
+_MOST_REPETITIONS = 2
+"""Of a pattern that memlab looks for in every line of a file."""
 _SPACES_ONLY = re.compile(r" +(?:\\?[+*])?")
 
 
@@ -78,6 +80,32 @@ def substituted(arguments: list[str], text: str) -> str:
             lines[number] = pattern.sub(new, line, count=count) if is_known else UNKNOWN
         place = found.end() + 1
     return "\n".join(lines)
+
+
+def options_of_grep(arguments: list[str]) -> tuple[set[str], list[str]]:
+    """Returns the letters of the options of ``grep`` before its pattern, and the pattern with the files after it."""
+    options: set[str] = set()
+    for place, one in enumerate(arguments):
+        if not re.fullmatch("-[A-Za-z]+", one):
+            return options, arguments[place + (one == "--") :]
+        options |= set(one[1:])
+    return options, []
+
+
+def lines_with(pattern: str, options: set[str], text: str) -> list[str] | None:
+    """Returns the lines in which ``grep`` finds a pattern; nothing for what memlab does not read."""
+    if UNKNOWN in pattern or options - set("qsEFi") or "\n" in pattern or "\\{" in pattern:
+        return None
+    if not options & {"E", "F"}:  # a character of its own but at the end
+        pattern = re.sub(r"(?<!\\)\$(?=.)(?!\\\))", r"\\$", pattern)
+    compiled = re.compile(re.escape(pattern)) if "F" in options else _expression(pattern, is_extended="E" in options)
+    if compiled is None or len(re.findall(r"[*+{]", compiled.pattern)) > _MOST_REPETITIONS:
+        return None
+    if "i" in options:
+        compiled = re.compile(compiled.pattern, re.IGNORECASE)
+    lines = text.split("\n")[: -1 if text.endswith("\n") else None]
+    found = [line for line in lines if UNKNOWN not in line and compiled.search(line)]
+    return found if found or UNKNOWN not in text else None
 
 
 def _expression(text: str, *, is_extended: bool) -> re.Pattern[str] | None:

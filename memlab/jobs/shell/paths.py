@@ -6,7 +6,7 @@ Nothing is executed: these commands only calculate with paths. What any other co
 from __future__ import annotations
 
 from collections.abc import Callable
-from os.path import exists, isfile, normpath
+from os.path import exists, isdir, isfile, normpath
 from pathlib import Path, PurePosixPath
 
 from memlab.jobs.entries import UNKNOWN
@@ -34,7 +34,7 @@ def path_here(path: Path, script: Path) -> Path:
     names = (path.parts[start:] for start in range(2, len(path.parts) - 1))
     folders = script.absolute().parents
     files = (folder.joinpath(*name) for name in names for folder in folders)
-    return next((file for file in files if _is_file(file)), path)
+    return next((file for file in files if is_file(file)), path)
 
 
 def file_above(name: str, path: Path, script: Path) -> Path:
@@ -48,12 +48,18 @@ def file_above(name: str, path: Path, script: Path) -> Path:
     Returns:
         The same path if it is there, or if there is no such file.
     """
-    folders = script.absolute().parents if len(PurePosixPath(name).parts) > 1 and not _is_file(path) else ()
-    return next((file for up in folders if _is_file(file := up / name)), path)
+    folders = script.absolute().parents if len(PurePosixPath(name).parts) > 1 and not is_file(path) else ()
+    return next((file for up in folders if is_file(file := up / name)), path)
 
 
-def _is_file(path: Path) -> bool:
-    return isfile(path)  # noqa: PTH113  # Path.is_file raises if a folder, such as /root, cannot be entered
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; no if a folder, such as /root, cannot be entered, where `Path.is_file` raises."""
+    return isfile(path)  # noqa: PTH113
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder, as `is_file`."""
+    return isdir(path)  # noqa: PTH112
 
 
 def printed_path(text: str, name: str, line: int, expand: Callable[[Word], str]) -> str:

@@ -21,9 +21,9 @@ from typing import Any
 from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS, Line
 from memlab.jobs.shell import patterns, syntax
 from memlab.jobs.shell.builtins import Builtins, Input
-from memlab.jobs.shell.calculators import computed, expressed
+from memlab.jobs.shell.calculators import computed, expressed, of_awk
 from memlab.jobs.shell.conditions import Answers, Operand, both, decide, either, negated
-from memlab.jobs.shell.filters import substituted, translated
+from memlab.jobs.shell.filters import lines_with, options_of_grep, substituted, translated
 from memlab.jobs.shell.paths import file_above, path_here, printed_path
 from memlab.jobs.shell.undecided import named, of_a_job
 from memlab.jobs.shell.variables import (
@@ -99,6 +99,7 @@ def read_script(
     given: dict[str, str] | None = None,
     *,
     arguments: list[str] | None = None,
+    environment: dict[str, str] | None = None,
     is_job: Callable[[list[str]], bool] = bool,
 ) -> Script:
     """Follows a script.
@@ -107,12 +108,16 @@ def read_script(
         path: Its file, beside which sourced files are looked for.
         given: Variables by name, which the script cannot change. `Command.variables` has those that it reads or sets.
         arguments: What the script is started with, ``$1`` and so on; None if that is not known.
+        environment: Variables that another script has exported, which the script may change.
         is_job: Whether words are the command that is looked for; an ``exit`` before it does not end the reading.
 
     Raises:
         ValueError: If a quote, an expansion or an array is not closed, or the script does more than any real one does.
     """
     reader = _Reader(dict(given or {}), path, arguments, is_job)
+    for name, value in (environment or {}).items():
+        reader.put(name, Variable(value))
+        reader.exported.add(name)
     reader.follow(text)
     faults = reader.faults
     return Script(
@@ -642,10 +647,12 @@ class _Reader(Builtins):
                 "NVIDIA's GPUs, goes on as on a machine without them"
             )
             return self._coded(False, "1")
-        if _ARGUMENT.fullmatch(name):
+        if name == "--" or _ARGUMENT.fullmatch(name):
             if not self._lacks_program(words[0][1]):
                 self.faults.orphaned([text for text, _ in words], self.line, self.lines)
-            return self._coded(False, "127")
+            if name != "--" or not self.is_job(arguments):
+                return self._coded(False, "127")
+            words = words[1:]  # the job that the command before should have started
         self.faults.may_set_any |= name in _LOADING
         if name in _SUCCEEDING:
             self.folders += [text for text in arguments if name == "cd" and UNKNOWN not in text]
@@ -670,19 +677,13 @@ class _Reader(Builtins):
         self.num_jobs += is_job
         if not is_job and name in (UNKNOWN, UNKNOWN_WORDS) and arguments and _ARGUMENT.fullmatch(arguments[0]):
             self._lacks_program(words[0][1])
-        if is_job or any(text[:1] == "-" or "=" in text for text in arguments):
+        if is_job or any(text[:1] == "-" or "=" in text or text.endswith(".sh") for text in (name, *arguments)):
             own = {n: one.value for n, one in self.variables.items() if n not in self.given and n not in _INNER}
             texts = {name: text for name, text in own.items() if isinstance(text, str)}
             command.not_exported = tuple(name for name in texts if name not in self.exported)
             given = {name: text for name, text in self.given.items() if name in self.used}
             exported = {name: text for name, text in texts.items() if name in self.exported}
             command.variables = exported | given | environment
-            for name in filter(_READ_BY_TORCH.fullmatch, command.not_exported if is_job else ()):
-                if name not in environment:
-                    self.warn(
-                        f"the script sets {name} and does not export it, so the job runs without it, unless the "
-                        f"machine has exported it before: write export {name}"
-                    )
             self.snapshots += len(command.variables) + len(command.not_exported)
             if self.snapshots > _MOST_SNAPSHOTS:
                 raise ValueError(f"{self.path.name} has more commands and variables than any real script: {_INSTEAD}")
@@ -829,6 +830,36 @@ class _Reader(Builtins):
         self.print_out(printed)
         return None if printed == UNKNOWN else printed != "0\n"
 
+    def _grep(self, arguments: list[str]) -> bool | None:
+        """Follows ``grep`` in a file of the checkout or in what a command before it prints."""
+        options, words = options_of_grep(arguments)
+        text = None
+        if len(words) == _WITH_A_FILE and UNKNOWN not in words[1]:
+            path = self.path.parent / words[1]
+            is_absolute = Path(words[1]).is_absolute()
+            text = self._text_in(
+                path_here(path, self.script) if is_absolute else file_above(words[1], path, self.script)
+            )
+        elif len(words) == 1 and self.input is not None:
+            text = self.input.rest()
+        found = None if text is None or not words else lines_with(words[0], options, text)
+        if "q" not in options:
+            self.print_out(UNKNOWN if found is None or options - set("EFs") else "".join(f"{one}\n" for one in found))
+        return None if found is None else bool(found)
+
+    def _text_in(self, path: Path) -> str | None:
+        """Returns a text of less than 1 MiB; nothing where it is none, or not on this machine."""
+        try:
+            text = path.read_text(encoding="utf-8") if path.is_file() and path.stat().st_size < 2**20 else None
+        except (OSError, ValueError):
+            return None
+        return None if text is None or UNKNOWN in text else text
+
+    def _awk(self, arguments: list[str]) -> bool | None:
+        printed, code = of_awk(arguments)
+        self.print_out(printed)
+        return None if code is None else code == 0
+
     def _unset(self, arguments: list[str]) -> bool | None:
         for name in arguments[1:] if arguments[:1] == ["-f"] else []:
             self.functions.pop(name, None)
@@ -884,11 +915,8 @@ class _Reader(Builtins):
             where = "which is not on this machine" if is_absolute else "which is not beside it"
             self.warn(f"the script sources {path if is_absolute else name}, {where}, and memlab reads {here}")
             path = here
-        try:
-            text = path.read_text(encoding="utf-8") if path.is_file() and path.stat().st_size < 2**20 else None
-        except (OSError, ValueError):
-            text = None
-        if text is None or UNKNOWN in text:
+        text = self._text_in(path)
+        if text is None:
             return self._lacks_file(name, path)
         own, self.path = self.path, path
         lines, self.lines = self.lines, text.splitlines()
@@ -1010,6 +1038,8 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
     "sed": lambda reader, arguments: reader.filter_text(substituted, arguments),
     "bc": lambda reader, arguments: reader.filter_text(computed, arguments),
     "expr": _Reader._expr,
+    "grep": _Reader._grep,
+    **dict.fromkeys(("awk", "gawk", "mawk"), _Reader._awk),
     "read": Builtins.read,
     "mapfile": Builtins.mapfile,
     "readarray": Builtins.mapfile,
@@ -1019,10 +1049,9 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
     "shopt": Builtins.shopt,
     "let": Builtins.let,
 }
+_WITH_A_FILE = 2
 _INNER = {"IFS", "OPTIND"}
 """Variables that the shell itself sets, and that no program reads."""
-_READ_BY_TORCH = re.compile(r"(PYTORCH|NVTE|NCCL)_\w+")
-"""Variables that torch, Transformer Engine or NCCL reads, and that are of no use in the script itself."""
 _CODES = {True: "0", False: "1", None: UNKNOWN}
 
 

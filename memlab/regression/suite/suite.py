@@ -45,7 +45,7 @@ CASE_NAME = re.compile(r"(?!.*\.failed$)[A-Za-z0-9][A-Za-z0-9_.+=,-]{0,119}")
 _RESERVED_NAMES = (PAGE_FILE, JUNIT_FILE, SUMMARY_FILE, PLOTLY_FILE)
 _MAX_CASES = 1000
 _MAX_RANKS = 16
-"""Of a case, whose processes all start on one machine: on a CPU each takes nearly a GB before it builds a model."""
+"""Of a case, whose processes all start on one machine: on a CPU each takes about 0.5 GB before it builds a model."""
 _WEEK_SECONDS = 7 * 24 * 3600
 
 
