@@ -24,6 +24,11 @@ _STOOD_IN = {
 }  # fmt: skip
 
 
+class _Base:
+    def __init_subclass__(cls, **_: object) -> None:
+        """Takes what pydantic's classes are told."""
+
+
 class _StandIn(types.ModuleType):
     """A module that has every name."""
 
@@ -31,10 +36,12 @@ class _StandIn(types.ModuleType):
     __version__ = "2.16.0"
 
     def __getattr__(self, name: str) -> MagicMock:
-        """Returns an object that can be called and has every attribute."""
+        """Returns an object that can be called, has every attribute, and can be derived from."""
         if name.startswith("__"):
             raise AttributeError(name)
-        return MagicMock(name=name)
+        found = MagicMock(name=name)
+        found.__mro_entries__ = lambda _: (_Base,)
+        return found
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):

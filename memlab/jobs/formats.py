@@ -657,7 +657,9 @@ def _take_configuration(
         elsewhere = _of_another_machine(folder, where, base, path)
         beside, base = base, next((one for one in (base, *others, *elsewhere) if is_file(one)), base)
         is_alone = not folder and key == "config_name" and named is None and base != beside and others[-1] == base
-        entries.warnings += _said_of_place(entry, base, is_alone=is_alone, is_elsewhere=base in elsewhere)
+        entries.warnings += _said_of_place(
+            entry, base, is_alone=is_alone, is_elsewhere=base != beside and base in elsewhere
+        )
         if entry.is_unknown or not is_file(base):
             _take_missing_configuration(name, entry, framework, entries)
             continue
@@ -708,7 +710,7 @@ def _takes_an_example(place: str, name: str, framework: Framework) -> str:
 
 def _of_another_machine(folder: str, where: Path, base: Path, path: Path) -> list[Path]:
     """Returns where a configuration may lie whose folder is none of this machine: below one that holds the script."""
-    if is_folder(base.parent) or not folder.startswith(("/", "<")):
+    if is_folder(base.parent) or not (folder or str(where)).startswith(("/", "<")):
         return []
     ends = [Path(*where.parts[start:]) for start in range(1, len(where.parts) - 1)]
     return [up / end for end in ends for up in path.absolute().parents]

@@ -127,6 +127,8 @@ def test_a_step_of_grpo_is_not_predicted_as_pretraining(tmp_path: Path) -> None:
         ("${MEGATRON}/pretrain_vlm.py", "another kind"),
         ("tools/run_text_generation_server.py", "does not train"),
         ("-m tools/checkpoint/convert.py", "a checkpoint"),
+        ("tools/preprocess_data.py", "does not train"),
+        ("train_rl.py", "reinforcement learning"),
         ("pretrain_gpt.py", None),
         ("my_pretrain.py", None),
         ("examples/multimodal/train.py --language-model-type llama3_8b --vision-model-type radio", "vision tower"),
@@ -824,7 +826,10 @@ def test_a_router_chooses_no_groups_of_which_only_the_number_is_given(tmp_path: 
     assert "must divide the 8 experts" in str(both.not_supported)
 
 
-@pytest.mark.parametrize("flag", ["--use-megatron-fsdp --ckpt-format fsdp_dtensor", "--use-torch-fsdp2"])
+_TORCH_FSDP2 = "--use-torch-fsdp2 --no-gradient-accumulation-fusion"
+
+
+@pytest.mark.parametrize("flag", ["--use-megatron-fsdp --ckpt-format fsdp_dtensor", _TORCH_FSDP2])
 @pytest.mark.parametrize(
     ("before", "is_refused"),
     [("", False), ("export CUDA_DEVICE_MAX_CONNECTIONS=1\n", True), ("export CUDA_DEVICE_MAX_CONNECTIONS=8\n", False)],
@@ -836,6 +841,46 @@ def test_megatron_lm_s_fsdp_needs_several_connections(flag: str, before: str, is
     assert ("with CUDA_DEVICE_MAX_CONNECTIONS 1 in its environment" in str(job.cannot_start)) is is_refused
     other = read(tmp_path, "", start)
     assert other.cannot_start is None
+
+
+@pytest.mark.parametrize(
+    "before", ["[ -f x ] && export CUDA_DEVICE_MAX_CONNECTIONS=1\n", "export CUDA_DEVICE_MAX_CONNECTIONS=$(nproc)\n"]
+)
+def test_fsdp_is_warned_of_a_number_of_connections_that_is_not_known(before: str, tmp_path: Path) -> None:
+    start = before + "torchrun --nproc-per-node 8 pretrain_gpt.py " + _GPT
+    said = "does not start with CUDA_DEVICE_MAX_CONNECTIONS 1, which the script may set"
+    for flags, is_warned in (("--use-megatron-fsdp --ckpt-format fsdp_dtensor", True), ("", False)):
+        job = read(tmp_path, flags, start)
+        assert job.cannot_start is None
+        assert any(said in text for text in job.warnings) is is_warned
+
+
+@pytest.mark.parametrize(
+    ("flags", "cause"),
+    [
+        ("--use-megatron-fsdp", "use_megatron_fsdp with checkpoints in another format than fsdp_dtensor"),
+        ("--use-megatron-fsdp --ckpt-format torch_dist", "in another format than fsdp_dtensor"),
+        ("--use-megatron-fsdp --ckpt-format fsdp_dtensor", None),
+        ("--use-custom-fsdp", None),
+        ("--ckpt-format fsdp_dtensor", "ckpt_format fsdp_dtensor without use_megatron_fsdp"),
+        ("--ckpt-format torch_dcp", "ckpt_format torch_dcp without use_torch_fsdp2"),
+        ("--use-torch-fsdp2", "use_torch_fsdp2 with fused accumulation of gradients"),
+        (f"{_TORCH_FSDP2} --ckpt-format torch_dcp", None),
+        (f"{_TORCH_FSDP2} --ckpt-format torch", "in another format than torch_dist or torch_dcp"),
+        (
+            f"{_TORCH_FSDP2} --swiglu --num-experts 8 --expert-model-parallel-size 2",
+            "expert_model_parallel_size above 1",
+        ),
+    ],
+)
+def test_what_megatron_lm_s_fsdp_needs_beside_it(flags: str, cause: str | None, tmp_path: Path) -> None:
+    """``validate_args`` of core 0.16.1 was run with these flags."""
+    start = "torchrun --nproc-per-node 8 pretrain_gpt.py --untie-embeddings-and-output-weights " + _GPT
+    job = read(tmp_path, flags, start)
+    assert job.cannot_start is None if cause is None else cause in str(job.cannot_start)
+    if flags == _TORCH_FSDP2:
+        tied = read(tmp_path, flags, start.replace("--untie-embeddings-and-output-weights", ""))
+        assert "use_torch_fsdp2 with shared embeddings" in str(tied.cannot_start)
 
 
 _SECTIONS = {

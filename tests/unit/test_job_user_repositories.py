@@ -1054,3 +1054,35 @@ def test_a_trainer_of_verl_that_memlab_does_not_know_is_named_and_not_refused(tm
     )
     assert any("is a trainer of verl's that memlab does not know" in one for one in job.warnings)
     job.required()
+
+
+def test_a_program_of_nemo_rl_that_is_started_as_a_module_is_found(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        "policy: {max_total_sequence_length: 640, dtensor_cfg: {enabled: true}}\ncluster: {gpus_per_node: 2}\n"
+    )
+    values = []
+    for program in ("-m examples.run_grpo", "examples/run_grpo.py"):
+        job = _read(tmp_path / "run.sh", f"python {program} --config job.yaml grpo.num_prompts_per_step=3\n")
+        values.append({one.key: one.value for one in job.taken})
+    assert values[0] == values[1]
+    assert values[0]["policy.max_total_sequence_length"] == 640
+
+
+def test_a_configuration_in_a_folder_of_another_machine_is_the_one_whose_path_ends_alike(tmp_path: Path) -> None:
+    (tmp_path / "examples" / "configs").mkdir(parents=True)
+    (tmp_path / "examples" / "configs" / "mine.yaml").write_text("policy: {max_total_sequence_length: 640}\n")
+    for name, is_found in (("/no/such/examples/configs/mine.yaml", True), ("/no/such/mine.yaml", False)):
+        text = f"python examples/run_grpo.py --config {name} cluster.gpus_per_node=2\n"
+        job = _read(tmp_path / "run.sh", text)
+        assert any(one.value == 640 for one in job.taken) is is_found
+        assert any("has the folder of another machine" in one for one in job.warnings) is is_found
+
+
+def test_padded_rows_are_named_once(tmp_path: Path) -> None:
+    """With a budget of tokens, where the key and the budget each have a reason."""
+    keys = (
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B model_engine=megatron "
+        "actor_rollout_ref.actor.use_dynamic_bsz=true actor_rollout_ref.model.use_remove_padding=false"
+    )
+    job = _read(tmp_path / "run.sh", VERL.format(keys))
+    assert sum("rows are padded" in one.reason for one in job.not_modelled) == 1

@@ -339,7 +339,7 @@ def test_what_is_not_modelled_has_its_sign_and_unknown_keys_are_named(tmp_path: 
     path = write(
         tmp_path,
         "run.sh",
-        f"torchrun --nproc-per-node 8 pretrain_gpt.py {QWEN} --seq-length 4096 --micro-batch-size 1 --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm --use-megatron-fsdp --frobnicate 3 --lr 1e-4 --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --use-distributed-optimizer",
+        f"torchrun --nproc-per-node 8 pretrain_gpt.py {QWEN} --seq-length 4096 --micro-batch-size 1 --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm --use-megatron-fsdp --ckpt-format fsdp_dtensor --frobnicate 3 --lr 1e-4 --tensor-model-parallel-size 2 --expert-model-parallel-size 2 --use-distributed-optimizer",
     )
     job = Job.read(path)
     effects = {one.key: one.effect for one in job.not_modelled}

@@ -355,7 +355,7 @@ DENSE = (
 @pytest.mark.parametrize(
     ("flags", "codes", "cause"),
     [
-        ("--use-megatron-fsdp", (0, 3), "use_megatron_fsdp: lower by at most"),
+        ("--use-megatron-fsdp --ckpt-format fsdp_dtensor", (0, 3), "use_megatron_fsdp: lower by at most"),
         ("--cpu-offloading-num-layers 2", (0, 3), "cpu_offloading_num_layers: lower by at most"),
         (
             "--optimizer-cpu-offload --optimizer-offload-fraction 0.5",

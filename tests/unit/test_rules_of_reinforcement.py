@@ -131,6 +131,16 @@ def test_a_job_of_an_unknown_version_of_verl_is_warned_of_what_later_versions_re
         ({"trainer.critic.model.path": "Qwen/Qwen3-8B"}, {"trainer.critic.model.path": "null"}, "megatron"),
         ({f"{_OF_SKYRL}.moe_token_dispatcher_type": "allgather"}, {}, "megatron"),
         (
+            {f"{_OF_SKYRL}.context_parallel_size": 2, "trainer.remove_microbatch_padding": "false"},
+            {"trainer.remove_microbatch_padding": "true"},
+            "megatron",
+        ),
+        (
+            {"trainer.ref.megatron_config.context_parallel_size": 2, "trainer.use_sample_packing": "false"},
+            {"trainer.ref.megatron_config.context_parallel_size": 1},
+            "megatron",
+        ),
+        (
             {
                 f"{_OF_SKYRL}.pipeline_model_parallel_size": 2,
                 f"{_OF_SKYRL}.transformer_config_kwargs.virtual_pipeline_model_parallel_size": 2,
@@ -149,6 +159,18 @@ def test_skyrl(
     assert read(tmp_path, program, start | refused).cannot_start is not None
     kept = refused | accepted if accepted else {}
     assert read(tmp_path, program, start | kept).cannot_start is None
+
+
+@pytest.mark.parametrize("key", ["remove_microbatch_padding", "use_sample_packing"])
+def test_skyrls_sft_trainer_splits_no_padded_rows(key: str, tmp_path: Path) -> None:
+    """It refuses them before packing rows of a budget switches the key on (``validate_sft_cfg`` of 0.3.0)."""
+    keys = {"model.path": "Qwen/Qwen3-8B", "max_length": 4096, key: "false", "use_sequence_packing": "true"}
+    split = keys | {"megatron_config.context_parallel_size": 2}
+    refused, job = (read(tmp_path, "skyrl.train.main_sft", one) for one in (split, keys))
+    assert f"{key} is False, must be true with context parallelism" in (refused.cannot_start or "")
+    assert job.cannot_start is None
+    assert job.not_modelled == ()
+    assert job.without_effect[key] == "use_sequence_packing switches it on"
 
 
 def test_skyrl_has_no_chunks_of_a_model_on_one_stage(tmp_path: Path) -> None:

@@ -400,6 +400,8 @@ _OTHER_PROGRAMS = {
         "pretrain_mimo.py", "pretrain_retro.py", "pretrain_t5.py", "pretrain_vision_classify.py",
         "pretrain_vision_dino.py", "pretrain_vision_inpaint.py", "pretrain_vlm.py",
     ),
+    "trains by reinforcement learning": ("train_rl.py",),
+    "prepares data and does not train": ("merge_datasets.py", "preprocess_data.py", "preprocess_mmdata.py"),
     "generates and does not train": (
         "generate.py", "generate_samples_gpt.py", "gpt_dynamic_inference.py",
         "gpt_dynamic_inference_with_coordinator.py", "gpt_static_inference.py", "launch_inference_server.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from memlab.config.architectures import Architecture
@@ -760,7 +761,8 @@ _PROGRAM = re.compile(r"(?:.*/)?run_(?:\w+_)?(?:grpo|sft|dpo|ppo|rm|distillation
 
 def _is_a_job(words: list[str]) -> bool:
     """Whether a command starts one of NeMo-RL's ``examples/run_*.py`` with a file, or with keys of its own."""
-    programs = [word for word in words if _PROGRAM.fullmatch(word)]
+    files = [f"{word.replace('.', '/')}.py" if before == "-m" else word for before, word in pairwise(["", *words])]
+    programs = [word for word in files if _PROGRAM.fullmatch(word)]
     has_keys = any(word.lstrip("+~").startswith(("policy.", "cluster.")) for word in words)
     return bool(programs) and (has_keys or ("--config" in words and "examples/" in programs[0]))
 

@@ -11,11 +11,16 @@ from typing import Any
 
 from memlab.config.architectures import Architecture
 from memlab.config.option import EngineName
+from memlab.jobs.entries import UNKNOWN
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 
 _Rule = tuple[Callable[[Reading], object], str, str, str]
 """Whether a job breaks the rule, what it has, what to do, and the field of memlab that decides."""
 _ONE_OF_TWO = "leave one of the two out"
+
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_FSDP = ("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2")
+_FSDP_OF_BRIDGE = ("ddp.use_megatron_fsdp", "dist.use_megatron_fsdp")
 
 
 def _is_on(reading: Reading, field: str) -> bool:
@@ -221,9 +226,17 @@ _LOSS_IN_FP16: _Rule = (
 
 def _has_one_connection(job: Reading) -> bool:
     """Whether the job's own environment, or that of its recipe, keeps collectives and kernels in one queue."""
-    name = "CUDA_DEVICE_MAX_CONNECTIONS"
-    of_file = [job.entries.get(f"{section}.{name}") for section in ("env_vars", "ENV_VARS")]
-    return "1" in (job.entries.environment.get(name), *map(str, of_file))
+    of_file = [job.entries.get(f"{section}.{_CONNECTIONS}") for section in ("env_vars", "ENV_VARS")]
+    return "1" in (job.entries.environment.get(_CONNECTIONS), *map(str, of_file))
+
+
+def _note_connections(job: Reading, *keys: str) -> None:
+    """Warns of FSDP where the script may set the number of connections that refuses it."""
+    entries = job.entries
+    is_open = UNKNOWN in str(entries.environment.get(_CONNECTIONS, ""))
+    if is_open or any(_CONNECTIONS in text for text in entries.warnings):
+        for key in (key for key in keys if entries.get(key) is True):
+            job.warnings.append(f"{key} does not start with {_CONNECTIONS} 1, which the script may set")
 
 
 def _refuses_one_connection(*keys: str) -> tuple[_Rule, ...]:
@@ -235,13 +248,57 @@ def _refuses_one_connection(*keys: str) -> tuple[_Rule, ...]:
                 and job.entries.get("ddp.megatron_fsdp_version") != 2
                 and _has_one_connection(job)
             ),
-            f"{key} with CUDA_DEVICE_MAX_CONNECTIONS 1 in its environment",
+            f"{key} with {_CONNECTIONS} 1 in its environment",
             *("leave that variable out, or export another number, such as 32", key),
         )
         for key in keys
     )
 
 
+def _needs_format(fsdp: str, *formats: str) -> _Rule:
+    """Returns the rule of the checkpoints of Megatron-LM's FSDP, which it checks of jobs that save nothing too."""
+    return (
+        lambda job: job.entries.get(fsdp) is True and job.entries.get("ckpt_format", "torch_dist") not in formats,
+        f"{fsdp} with checkpoints in another format than {' or '.join(formats)}",
+        *(f"give ckpt_format {formats[0]}", "ckpt_format"),
+    )
+
+
+_OF_FSDP: tuple[_Rule, ...] = (
+    *_refuses_one_connection(*_FSDP),
+    _needs_format("use_megatron_fsdp", "fsdp_dtensor"),
+    _needs_format("use_torch_fsdp2", "torch_dist", "torch_dcp"),
+    *(
+        (
+            lambda job, name=name, fsdp=fsdp: job.entries.get("ckpt_format") == name and not _has(job, fsdp),
+            *(f"ckpt_format {name} without {fsdp}", f"give {fsdp}, or another format", "ckpt_format"),
+        )
+        for name, fsdp in (("fsdp_dtensor", "use_megatron_fsdp"), ("torch_dcp", "use_torch_fsdp2"))
+    ),
+    *(_excludes("use_torch_fsdp2", one) for one in ("use_distributed_optimizer", "fp16")),
+    (
+        lambda job: job.entries.get("use_torch_fsdp2") is True and job.values.get("gradient_accumulation_fusion"),
+        "use_torch_fsdp2 with fused accumulation of gradients, which is on by default",
+        *("give no_gradient_accumulation_fusion", "gradient_accumulation_fusion"),
+    ),
+    (
+        lambda job: (
+            job.entries.get("use_torch_fsdp2") is True
+            and job.values.get("share_embeddings_and_output_weights")
+            and not job.entries.get("use_checkpoint_args")
+        ),
+        "use_torch_fsdp2 with shared embeddings, as they are by default",
+        *("give untie_embeddings_and_output_weights", "untie_embeddings_and_output_weights"),
+    ),
+    *(
+        (
+            lambda job, kind=kind: _has(job, "use_torch_fsdp2") and _ranks(job, kind) > 1,
+            *(f"use_torch_fsdp2 with {kind}_parallel_size above 1", _ONE_OF_TWO, f"{kind}_parallel_size"),
+        )
+        for kind in ("pipeline_model", "expert_model")
+    ),
+)
+"""``validate_args`` (megatron/training/arguments.py, core 0.12 to 0.19; ``use_megatron_fsdp`` since 0.14)."""
 _OF_ARGUMENTS: tuple[_Rule, ...] = (
     _excludes("group_query_attention", "multi_latent_attention"),
     (
@@ -296,7 +353,7 @@ _OF_ARGUMENTS: tuple[_Rule, ...] = (
     ),
     _DISTRIBUTES_ALONE,
     _LOSS_IN_FP16,
-    *_refuses_one_connection("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"),
+    *_OF_FSDP,
     (
         lambda job: job.entries.get("attention_backend") == "local" and job.entries.get("spec") is None,
         "attention_backend local without --spec local",
@@ -317,13 +374,9 @@ _OF_ARGUMENTS: tuple[_Rule, ...] = (
             ),
         )
     ),
-    *(_excludes("use_torch_fsdp2", one) for one in ("use_distributed_optimizer", "fp16")),
-    *(
-        (
-            lambda job, name=name: _has(job, name) and _ranks(job, "pipeline_model") > 1,
-            *(f"{name} with pipeline stages", _ONE_OF_TWO, "pipeline_model_parallel_size"),
-        )
-        for name in ("use_torch_fsdp2", "hybrid_context_parallel")
+    (
+        lambda job: _has(job, "hybrid_context_parallel") and _ranks(job, "pipeline_model") > 1,
+        *("hybrid_context_parallel with pipeline stages", _ONE_OF_TWO, "pipeline_model_parallel_size"),
     ),
 )
 """``validate_args`` and the parser (megatron/training/arguments.py)."""
@@ -356,10 +409,10 @@ _OF_YAML: tuple[_Rule, ...] = (
         lambda job: (
             job.entries.get("sequence_parallel")
             and _ranks(job, "tensor_model") > 1
-            and job.entries.environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "1") != "1"
+            and job.entries.environment.get(_CONNECTIONS, "1") != "1"
         ),
-        "sequence_parallel with another number than 1 for CUDA_DEVICE_MAX_CONNECTIONS",
-        *("export CUDA_DEVICE_MAX_CONNECTIONS=1", "sequence_parallel"),
+        f"sequence_parallel with another number than 1 for {_CONNECTIONS}",
+        *(f"export {_CONNECTIONS}=1", "sequence_parallel"),
     ),
 )
 """``validate_yaml`` (megatron/training/yaml_arguments.py), which takes the place of ``validate_args``."""
@@ -407,7 +460,7 @@ _OF_BRIDGE: tuple[_Rule, ...] = (
         "use_megatron_fsdp with checkpoints in another format",
         *("give checkpoint.ckpt_format fsdp_dtensor", "ckpt_format"),
     ),
-    *_refuses_one_connection("ddp.use_megatron_fsdp", "dist.use_megatron_fsdp"),
+    *_refuses_one_connection(*_FSDP_OF_BRIDGE),
     (
         _has_local_graphs_of_layers,
         "cuda_graph_impl local for graphs of layers",
@@ -489,6 +542,7 @@ def check_flags(reading: Reading) -> None:
     is_log = "add_bias_linear" in reading.entries.by_key  # which has the flags' destinations
     rules = _OF_ARGUMENTS if is_log else (*_OF_ARGUMENTS, *_OF_SCHEDULES)
     _check(reading, rules, "the arguments of Megatron-LM refuse")
+    _note_connections(reading, *_FSDP)
 
 
 def check_bridge(reading: Reading) -> None:
@@ -498,6 +552,7 @@ def check_bridge(reading: Reading) -> None:
         CannotStartError: If one refuses the job.
     """
     _check(reading, _OF_BRIDGE, "Megatron-Bridge refuses")
+    _note_connections(reading, *_FSDP_OF_BRIDGE)
 
 
 def check_swift(reading: Reading) -> None:

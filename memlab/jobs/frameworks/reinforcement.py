@@ -473,7 +473,8 @@ def pack_micro_batch(reading: Reading, key: str) -> None:
 def note_padded_rows(reading: Reading, *keys: str) -> None:
     """Notes that micro-batches of a budget of tokens have padding too, by the key that a job gives, or its default."""
     key = next((key for key in keys if key in reading.entries.by_key), keys[0])
-    reading.miss(key, "more", "rows are padded")
+    if not any(one.key == key for one in reading.not_modelled):
+        reading.miss(key, "more", "rows are padded")
 
 
 def check_batches(reading: Reading, factors: dict[str, int], micro: tuple[str, int], title: str) -> None:

@@ -19,7 +19,6 @@ from memlab.jobs.frameworks.reinforcement import (
     check_batches,
     composed,
     is_packed,
-    names_dispatcher,
     note_other_section,
     note_padded_rows,
     note_replaced_values,
@@ -38,8 +37,10 @@ from memlab.jobs.frameworks.skyrl_megatron import (
     ADAPTERS,
     CANNOT_WRITE,
     FIXED,
+    cannot_write_of_rows,
     complete_skyrl_adapters,
     drop_single_chunk,
+    is_without_padding,
     megatron_keys,
     megatron_missing,
     megatron_without_effect,
@@ -374,13 +375,14 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "is_colocated": settings.offload_parameters,
         "expandable_segments": scenario.allocator.expandable_segments,
         "tokens_per_rank": tokens if is_packed(scenario) else -1,
+        "removes_padding": is_without_padding(scenario),
         "input_length": None,
     }
 
 
 def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what SkyRL cannot express of a job."""
-    reasons = names_dispatcher(scenario, "SkyRL")
+    reasons = cannot_write_of_rows(scenario)
     if settings.offload_gradients != settings.offload_parameters:
         reasons["offload_gradients"] = "SkyRL offloads gradients where it offloads parameters"
     if settings.offload_optimizer != settings.offload_parameters:

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from memlab.config.lora import LINEARS
+from memlab.config.scenario import Scenario
 from memlab.jobs.frameworks.adapters import ALL_LINEAR, OF_BRIDGE, complete_adapters, lacks_of_kind, of_one_kind
 from memlab.jobs.frameworks.bridge_keys import PROVIDER_MISSING, REPLACED, model_without_effect
 from memlab.jobs.frameworks.framework import Reading
@@ -38,6 +39,7 @@ from memlab.jobs.frameworks.megatron_keys import (
     TRANSFORMER,
 )
 from memlab.jobs.frameworks.megatron_lm import OF_OTHER_FRAMEWORKS
+from memlab.jobs.frameworks.reinforcement import is_packed, names_dispatcher
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 
@@ -145,6 +147,20 @@ def padding_in_fp8(unit: int, context: int, _: str) -> tuple[int, int]:
     """Returns what sequences and rows are padded to (``get_packed_seq_align_size`` in megatron/packing_utils.py)."""
     multiple = math.lcm(unit, 16 * context)
     return multiple, multiple
+
+
+def is_without_padding(scenario: Scenario) -> bool:
+    """Whether a job's micro-batches are written without padding; with context parallelism SkyRL takes no others."""
+    has_context = scenario.layout.context_parallel_size > 1
+    return is_packed(scenario) or scenario.micro_batch_size == 1 or has_context
+
+
+def cannot_write_of_rows(scenario: Scenario) -> dict[str, str]:
+    """Names what no program of SkyRL expresses of the rows of a job and of their dispatcher."""
+    reasons = names_dispatcher(scenario, "SkyRL")
+    if scenario.micro_batch_size > 1 and scenario.layout.context_parallel_size > 1:
+        reasons["micro_batch_size"] = "SkyRL packs a micro-batch's sequences into one row with context parallelism"
+    return reasons
 
 
 FIXED: dict[str, Any] = {"loss": "logprobs", "fp32_output": True, "use_distributed_optimizer": True}

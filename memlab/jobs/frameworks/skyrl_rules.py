@@ -7,6 +7,7 @@ They are those of ``validate_cfg``, ``validate_generator_cfg``, ``validate_infer
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
@@ -23,6 +24,17 @@ _CORRECTION, _STEPS = "trainer.algorithm.off_policy_correction", "generator.step
 
 def _is_on(reading: Reading, key: str) -> bool:
     return reading.get(key) is True
+
+
+def _unpadded_with_context(prefix: str, *sections: str) -> tuple[Rule, ...]:
+    """Returns the rule that context parallelism needs micro-batches without padding, for both names of their key."""
+
+    def breaks(value: Any, job: Reading) -> bool:
+        sizes = [job.get(f"{section}.context_parallel_size") for section in sections]
+        return value is False and any(is_whole_number(size) and size > 1 for size in sizes)
+
+    rule = "must be true with context parallelism"
+    return tuple((f"{prefix}{name}", breaks, rule) for name in ("remove_microbatch_padding", "use_sample_packing"))
 
 
 _OF_ALL: tuple[Rule, ...] = (
@@ -125,6 +137,7 @@ _OF_MEGATRON: tuple[Rule, ...] = (
         )
         for model in ("policy", "ref")
     ),
+    *_unpadded_with_context("trainer.", _MEGATRON, "trainer.ref.megatron_config"),
     (
         f"{_MEGATRON}.moe_enable_routing_replay",
         lambda value, job: value is True and not _is_on(job, f"{_ENGINE}.enable_return_routed_experts"),
@@ -153,6 +166,16 @@ def check_megatron(reading: Reading) -> None:
         CannotStartError: If SkyRL refuses the job.
     """
     _check(reading, _OF_MEGATRON)
+
+
+def check_sft(reading: Reading) -> None:
+    """Checks what the SFT trainer validates of jobs with Megatron (``validate_sft_cfg`` in train/config/sft_config.py).
+
+    Raises:
+        CannotStartError: If SkyRL or Megatron refuses the job.
+    """
+    _check(reading, _unpadded_with_context("", "megatron_config"))
+    check_model(reading, "megatron_config")
 
 
 def check_model(reading: Reading, megatron: str) -> None:

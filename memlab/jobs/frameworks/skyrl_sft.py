@@ -17,8 +17,6 @@ from memlab.jobs.frameworks.lines import plain_lines
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     is_packed,
-    names_dispatcher,
-    note_padded_rows,
     note_segments,
     of_any_length,
     only_segments,
@@ -30,15 +28,17 @@ from memlab.jobs.frameworks.skyrl_megatron import (
     ADAPTERS,
     CANNOT_WRITE,
     FIXED,
+    cannot_write_of_rows,
     complete_skyrl_adapters,
     drop_single_chunk,
+    is_without_padding,
     megatron_keys,
     megatron_missing,
     megatron_without_effect,
     padding_in_fp8,
     padding_missing,
 )
-from memlab.jobs.frameworks.skyrl_rules import check_model
+from memlab.jobs.frameworks.skyrl_rules import check_sft
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _MEGATRON = "megatron_config"
@@ -91,8 +91,8 @@ def complete(reading: Reading) -> None:
         reading.questions.append(ASK_LENGTH)
     removes_padding = values.pop("removes_padding")
     if values.pop("is_packed") and longest:
-        if not removes_padding:
-            note_padded_rows(reading, "max_tokens_per_microbatch", "use_sequence_packing")
+        keys = "remove_microbatch_padding", "use_sample_packing"
+        reading.model(lambda key: key in keys, "use_sequence_packing switches it on")
         key = "max_tokens_per_microbatch" if tokens else "max_length"
         take_rows(reading, key, (tokens or longest) // (values.get("context_parallel_size") or 1), longest, sequences)
     else:
@@ -107,6 +107,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     is_row = is_packed(scenario)
     return of_any_length(composed(scenario, settings)) | {
         "strategy": "megatron",
+        "removes_padding": is_without_padding(scenario),
         "tokens": scenario.seq_length if is_row else None,
         "micro_batch_size": 2 if is_row else scenario.micro_batch_size,
     }
@@ -114,7 +115,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 
 def cannot_write(scenario: Scenario, _: MemorySettings) -> dict[str, str]:
     """Names what SkyRL's SFT trainer cannot express of this job."""
-    reasons = only_segments(scenario, "SkyRL's SFT trainer") | names_dispatcher(scenario, "SkyRL")
+    reasons = only_segments(scenario, "SkyRL's SFT trainer") | cannot_write_of_rows(scenario)
     tokens = scenario.seq_length // scenario.layout.context_parallel_size
     if scenario.state.logprobs_chunk_size != (_CHUNK if tokens > _CHUNK else None):
         reasons["logprobs_chunk_size"] = f"SkyRL's SFT trainer takes {_CHUNK} tokens, or all of a shorter row"
@@ -137,7 +138,7 @@ SKYRL_SFT = Framework(
     missing=FRAMEWORK_MISSING,
     without_effect=keys_without_effect("skyrl_sft") | megatron_without_effect(_MEGATRON),
     complete=complete,
-    check=lambda reading: check_model(reading, _MEGATRON),
+    check=check_sft,
     complete_of_model=complete_provider,
     compose=compose,
     fixed=FIXED,
