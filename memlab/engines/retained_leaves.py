@@ -125,7 +125,8 @@ def owners_of_tensors(name: str, module: torch.nn.Module) -> Iterator[tuple[str,
         if owner is None:
             return
         yield name, owner
-        owner, name = getattr(owner, attribute, None), f"{name}.{attribute}"
+        owner = vars(owner).get(attribute)  # `getattr` of a module without it raises an error first
+        name = f"{name}.{attribute}"
 
 
 def _leaves(root: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:

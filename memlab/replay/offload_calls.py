@@ -18,13 +18,13 @@ import torch
 from megatron.core.pipeline_parallel import fine_grained_activation_offload as upstream
 
 from memlab.meter.allocations import StorageAllocation
-from memlab.meter.observers import unobserved
 from memlab.meter.repeater import Repeater
 from memlab.upstream.patching import patched
 
 _CALLS = ("on_group_start_forward", "on_group_commit_forward", "on_group_commit_backward", "on_group_start_backward")
 Spec = tuple[torch.Size, tuple[int, ...], torch.dtype]
 _Tag = tuple[int, int]
+_FAKE = torch.device("meta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,8 @@ class RepeatedCalls:
         methods: dict[str, Callable[..., Any]] = {name: self._noted(name, getattr(handler, name)) for name in _CALLS}
         methods |= {"tensor_push": self._noted_push(handler.tensor_push)}
         methods |= {"tensor_pop": self._noted_pop(handler.tensor_pop)}
-        methods |= {"offload": self._noted_copy(handler.offload), "reload": self._noted_copy(handler.reload)}
+        methods |= {"offload": self._noted_copy(handler.offload, _offload_stand_in)}
+        methods |= {"reload": self._noted_copy(handler.reload, _reload_stand_in)}
         prefix = f"{upstream.__name__}.ChunkOffloadHandler"
         try:
             with patched({f"{prefix}.{name}": method for name, method in methods.items()}):
@@ -142,9 +143,9 @@ class RepeatedCalls:
 
         return pop
 
-    def _noted_copy(self, copy: Callable[..., Any]) -> Callable[..., Any]:
+    def _noted_copy(self, copy: Callable[..., Any], repeat: Callable[..., Any]) -> Callable[..., Any]:
         def copied(*args: Any, **kwargs: Any) -> Any:
-            result = copy(*args, **kwargs)
+            result = (copy if self._repeated is None else repeat)(*args, **kwargs)
             tensor = result[1] if isinstance(result, tuple) else result
             if self._repeated is None:
                 self._copies.append((self._meter.storages.allocation_of(tensor), (tensor.shape, tensor.dtype)))
@@ -241,7 +242,7 @@ class RepeatedCalls:
     def repeat_forward(self, calls: Calls) -> tuple[Saved, list[torch.Tensor]]:
         """Makes the calls of a forward pass, and returns what they have saved, and the host buffers in order."""
         manager, saved = upstream.PipelineOffloadManager.get_instance(), Saved()
-        with self._repeating() as copies:
+        with self._repeating(manager) as copies:
             for name, *given in calls.made:
                 if name == "on_group_start_forward":
                     saved.chunk = manager.pop_forward_chunk(name=given[0])
@@ -255,7 +256,8 @@ class RepeatedCalls:
     def repeat_backward(self, calls: Calls, saved: Saved) -> list[torch.Tensor]:
         """Makes the calls of a backward pass, and returns what they have copied to the host and back, in order."""
         chunk, tags = saved.chunk, saved.tags.copy()
-        with self._repeating() as copies:
+        manager = upstream.PipelineOffloadManager.get_instance()
+        with self._repeating(manager) as copies:
             for name, *given in calls.made:
                 if name == "tensor_pop":
                     chunk.tensor_pop(tags[given[0]])
@@ -265,7 +267,7 @@ class RepeatedCalls:
                     chunk.on_group_commit_forward(*given, [])
                 else:
                     if name == "on_group_start_forward":
-                        recomputed = upstream.PipelineOffloadManager.get_instance().pop_forward_chunk(name=given[0])
+                        recomputed = manager.pop_forward_chunk(name=given[0])
                         assert recomputed is chunk, "passes of micro-batches that offload do not overlap"
                     getattr(chunk, name)(*given)
         return copies
@@ -281,14 +283,40 @@ class RepeatedCalls:
         return result
 
     @contextmanager
-    def _repeating(self) -> Iterator[list[torch.Tensor]]:
+    def _repeating(self, manager: Any) -> Iterator[list[torch.Tensor]]:
+        """Makes the copies of the block without values, and without a look of any mode at them.
+
+        A function mode sees each look at a tensor, and to serve a call that names the host takes longer than the copy.
+        """
         copies: list[torch.Tensor] = []
-        self._repeated = copies
+        pool = manager.cpu_tensor_pool
+        former = pool.device, pool.pin_memory
+        self._repeated, pool.device, pool.pin_memory = copies, _FAKE, False
         try:
-            with unobserved():
+            with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
                 yield copies
         finally:
             self._repeated = None
+            pool.device, pool.pin_memory = former
+
+
+def _offload_stand_in(chunk: Any, source: torch.Tensor, pin_memory: bool = True, use_cpu_pool: bool = True) -> Any:
+    """Takes the place of ``ChunkOffloadHandler.offload`` in a replayed pass: its host buffer has no values."""
+    if use_cpu_pool:
+        copy = chunk.cpu_tensor_pool.allocate(source.shape, dtype=source.dtype)
+    else:
+        copy = torch.empty(source.shape, dtype=source.dtype, device=_FAKE)
+    copy.untyped_storage().memlab_on_host = True  # a stepped pass may take it from the pool
+    return source.device, copy, use_cpu_pool
+
+
+def _reload_stand_in(chunk: Any, state: Any, non_blocking: bool | None = None) -> torch.Tensor:
+    """Takes the place of ``ChunkOffloadHandler.reload`` in a replayed pass."""
+    _, copy, use_cpu_pool = state
+    tensor = torch.empty(copy.shape, dtype=copy.dtype, device=_FAKE)
+    if use_cpu_pool:
+        chunk.cpu_tensor_pool.free(copy)
+    return tensor
 
 
 def spec_of(tensor: torch.Tensor) -> Spec:

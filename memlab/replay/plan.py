@@ -30,6 +30,8 @@ class Plan:
     """Passes through layers."""
     microbatches: bool = False
     update: bool = False
+    gradients: bool = False
+    """What finalizes them after the last backward pass."""
     whole_step: bool = False
     """Whether it depends only on the settings, the workload and what is allocated when it begins."""
     offloads: bool = False
@@ -93,6 +95,8 @@ def plan_step(step: Circumstances, *, has_limit: bool, is_looked_at: bool, follo
         passes=passes,
         microbatches=repeats and not offloads and layout.virtual_pipeline_model_parallel_size == 1,
         update=not (must_be_stepped or overlaps),
+        # Stages send each other gradients then, and a graph keeps what its capture has allocated.
+        gradients=not (must_be_stepped or overlaps or has_stages or is_graphed or step.forward_only),
         whole_step=are_equal and not overlaps and not offloads and not is_graphed,
         offloads=passes and offloads,
         recomputes_moe=passes and recomputes_moe,

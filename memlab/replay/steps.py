@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from memlab.config.scenario import Scenario
@@ -22,7 +21,7 @@ from memlab.replay.microbatches import MicrobatchReplay
 from memlab.replay.no_replay import NoReplay, StepParts
 from memlab.replay.plan import Circumstances, Plan, plan_step
 from memlab.replay.units import MOST_UNOPENED
-from memlab.replay.update import UpdateReplay
+from memlab.replay.update import EndReplay
 
 
 class StepReplay(NoReplay):
@@ -32,7 +31,7 @@ class StepReplay(NoReplay):
         self.is_on = True
         self._live, self._labels, self._meter = live, labels, meter
         self._layers = LayerReplay(live, labels, meter)
-        self._update = UpdateReplay(labels, meter)
+        self._end = EndReplay(live, labels, meter)
         self._repeatable: dict[str, Any] | None = None
         """What was measured of the last step, if nothing but memory may differ in the next one."""
         self._follows_full_recompute = False
@@ -74,11 +73,12 @@ class StepReplay(NoReplay):
             return
         given: dict[str, Any] = {}
         if plan.update:
-            given |= {"update": partial(self._update, self._live), "leaves_new": not self._update.is_known(self._live)}
+            given |= {"update": self._end.update, "leaves_new": self._end.leaves_new()}
         if plan.microbatches and self._meter.may_repeat:  # not if a group has been offloaded before the passes
             step, scenario = self._layers.step, self._live.scenario
             given["microbatches"] = MicrobatchReplay(self._meter, self._labels, scenario, step)
-        with self._layers.during_step(plan):
+        finalizing = self._end.finalizing() if plan.gradients else nullcontext()
+        with self._layers.during_step(plan), finalizing:
             yield StepParts(**given)
 
     def step_taken(self, plan: Plan, measured: dict[str, Any], *, forward_only: bool) -> None:
@@ -109,13 +109,13 @@ class StepReplay(NoReplay):
 
     def forget(self, scenario: Scenario, settings: MemorySettings) -> None:
         self.forget_passes(scenario, settings)
-        self._update.forget()
+        self._end.forget()
 
     def abandon(self) -> None:
         self._layers.abandon()
 
     def free_state(self) -> None:
-        self._update.free_state()
+        self._end.free_state()
         self._layers.start_over()
 
     def start_over(self) -> None:
@@ -129,6 +129,7 @@ class StepReplay(NoReplay):
 
     def release(self) -> None:
         self._layers.release()
+        self._end.release()
         del self._live
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from memlab.jobs.entries import UNKNOWN, UNKNOWN_WORDS
+from memlab.jobs.shell.filters import lines_with, substituted
 from memlab.jobs.shell.script import read_script
 
 
@@ -809,3 +810,13 @@ def test_undecided_variables_are_named_together_and_only_where_a_job_has_them() 
 def test_a_job_reaches_undecided_variables_by_other_ways_than_its_own_words(uses: str) -> None:
     script = read_script(f"A=0\n{MANY}{uses}", Path("run.sh"), is_job=lambda words: words[:1] == ["train"])
     assert any("cannot decide" in one and "A" in one for one in script.warnings)
+
+
+def test_an_expression_is_looked_for_only_where_that_is_quick() -> None:
+    line = "a" * 600
+    assert lines_with("a*c", {"q"}, line) == []
+    assert lines_with("a*a*c", {"q"}, line) is None
+    assert lines_with("a?" * 20 + "c", {"E"}, line) is None
+    assert lines_with("a*a*c", {"F"}, f"{line}a*a*c") == [f"{line}a*a*c"]
+    assert substituted(["s/a*c/x/"], line) == line
+    assert substituted(["s/a*a*c/x/"], line) == UNKNOWN

@@ -13,7 +13,10 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketG
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
 from memlab import Lab, Layout, MemorySettings, TrainingState
+from memlab.backends.cuda_on_cpu import is_on_host
+from memlab.backends.fake_cuda import FakeCuda
 from memlab.config.architectures import find_architecture
+from memlab.engines.megatron import megatron_config
 from memlab.lab.progress import StepStopped
 from memlab.record.step_record import StepRecord
 from memlab.record.transfer import GROUPS
@@ -190,6 +193,60 @@ def test_what_backward_frees_is_known_apart_for_passes_that_allocated_their_host
             session.run_exclusive(PipelineOffloadManager.get_instance().cpu_tensor_pool.clear)
             records[replay] = [lab.step(), lab.step()]
             assert bool(session.model.replay.num_replayed) == replay
+    for one, other in zip(records[False], records[True], strict=True):
+        require_identical(one, other)
+
+
+def test_replayed_passes_leave_the_host_buffers_of_stepped_ones_and_show_no_copy_to_a_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A function mode would be asked at each look at a tensor: several times for each copy that a layer makes."""
+    serve, asked, buffers = FakeCuda.__torch_function__, list[Any](), {}
+    for replay in (False, True):
+        with Lab("phi-4-tiny", num_layers=6, seq_length=64, backend="simulated", replay=replay) as lab:
+            layers: Any = getattr(inside(lab).model.replay, "_layers", None)
+
+            def ask(mode: Any, func: Any, *args: Any, layers: Any = layers) -> Any:
+                if layers is not None and layers._calls._repeated is not None:
+                    asked.append(func)
+                return serve(mode, func, *args)
+
+            monkeypatch.setattr(FakeCuda, "__torch_function__", ask)
+            lab.step(_ALL_ATTENTION)
+            pool = PipelineOffloadManager.get_instance().cpu_tensor_pool
+            buffers[replay] = (
+                pool.device,
+                pool.pin_memory,
+                [
+                    (key, len(each["free"]), [(is_on_host(tensor), tensor.device) for tensor in each["all"]])
+                    for key, each in pool._pools.items()
+                ],
+            )
+    assert buffers[True] == buffers[False]
+    assert buffers[True][2]
+    assert not asked
+
+
+def test_gradients_are_finalized_once_as_in_a_first_step_and_once_as_in_a_later_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under sequence parallelism gradients of norms are summed then, in tensors that are freed at once."""
+    finalize, calls, records = megatron_config.finalize_model_grads, list[bool](), {}
+    layout = Layout(tensor_model_parallel_size=2, data_parallel_size=2)
+    for replay in (False, True):
+
+        def finalized(*args: Any, replay: bool = replay, **kwargs: Any) -> None:
+            calls.append(replay)
+            finalize(*args, **kwargs)
+
+        monkeypatch.setattr(megatron_config, "finalize_model_grads", finalized)
+        with Lab(
+            "qwen3-moe-tiny", num_layers=2, layout=layout, seq_length=64, backend="simulated", replay=replay
+        ) as lab:
+            records[replay] = [lab.step(each) for each in (MemorySettings(), _CORE)]
+            assert lab.start_over()
+            records[replay] += [lab.step(each) for each in (_ATTENTION, MemorySettings())]
+    assert (calls.count(False), calls.count(True)) == (8, 2)
     for one, other in zip(records[False], records[True], strict=True):
         require_identical(one, other)
 

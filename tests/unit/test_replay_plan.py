@@ -50,7 +50,7 @@ def plan(
 
 
 def test_everything_of_a_plain_step_is_replayed() -> None:
-    assert plan() == Plan(passes=True, microbatches=True, update=True, whole_step=True, opens=True)
+    assert plan() == Plan(passes=True, microbatches=True, update=True, gradients=True, whole_step=True, opens=True)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,21 @@ def test_everything_of_a_plain_step_is_replayed() -> None:
 def test_what_may_differ_or_is_looked_at_is_stepped(arguments: dict[str, Any], stepped: set[str]) -> None:
     found = plan(**arguments)
     assert {part for part in PARTS if not getattr(found, part)} == stepped
+
+
+@pytest.mark.parametrize(
+    "stepped",
+    [
+        STAGES,
+        {"forward_only": True},
+        {"has_fault": True},
+        {"state": TrainingState(overlap_grad_reduce=True)},
+        {"state": TrainingState(cuda_graph_impl="full_iteration")},
+    ],
+)
+def test_gradients_are_finalized_where_ranks_send_them_or_something_else_decides(stepped: dict[str, Any]) -> None:
+    assert plan(settings=OFFLOAD).gradients
+    assert not plan(**stepped).gradients
 
 
 def test_layers_of_checkpoints_are_replayed_alone_where_it_is_known_what_keeps_their_input() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import comb
 from string import ascii_lowercase, ascii_uppercase, digits
 
 from memlab.jobs.entries import UNKNOWN
@@ -20,9 +21,7 @@ _NOT_READ = re.compile(r"\[=.=\]|\[.\*\d*\]", re.DOTALL)
 """Kinds of sets of ``tr`` that memlab does not read: characters of equal order, and one character repeated."""
 _REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
 _MOST_TRIALS = 10**7
-"""Of where the repetitions of an expression may end in a line: more than in any real script."""
-_MOST_REPETITIONS = 2
-"""Of a pattern that memlab looks for in every line of a file."""
+"""Of where an expression and its repetitions may begin and end in lines: more than in any real script."""
 _SPACES_ONLY = re.compile(r" +(?:\\?[+*])?")
 
 
@@ -73,8 +72,7 @@ def substituted(arguments: list[str], text: str) -> str:
         count = 0 if found[4] and not pattern.match("") else 1  # what matches nothing is at one end of the line
         is_certain = _SPACES_ONLY.fullmatch(found[2]) is not None  # a part that is not known hides no end of a line
         for number, line in enumerate(lines):
-            is_quick = len(line) ** len(re.findall(r"[*+{]", pattern.pattern)) <= _MOST_TRIALS
-            is_known = is_certain or (is_quick and UNKNOWN not in line)
+            is_known = is_certain or (_is_quick(pattern, [line]) and UNKNOWN not in line)
             if not line and number == len(lines) - 1:
                 continue  # what follows the last end of a line is no line
             lines[number] = pattern.sub(new, line, count=count) if is_known else UNKNOWN
@@ -99,13 +97,20 @@ def lines_with(pattern: str, options: set[str], text: str) -> list[str] | None:
     if not options & {"E", "F"}:  # a character of its own but at the end
         pattern = re.sub(r"(?<!\\)\$(?=.)(?!\\\))", r"\\$", pattern)
     compiled = re.compile(re.escape(pattern)) if "F" in options else _expression(pattern, is_extended="E" in options)
-    if compiled is None or len(re.findall(r"[*+{]", compiled.pattern)) > _MOST_REPETITIONS:
+    lines = text.split("\n")[: -1 if text.endswith("\n") else None]
+    if compiled is None or not ("F" in options or _is_quick(compiled, lines)):
         return None
     if "i" in options:
         compiled = re.compile(compiled.pattern, re.IGNORECASE)
-    lines = text.split("\n")[: -1 if text.endswith("\n") else None]
     found = [line for line in lines if UNKNOWN not in line and compiled.search(line)]
     return found if found or UNKNOWN not in text else None
+
+
+def _is_quick(pattern: re.Pattern[str], lines: list[str]) -> bool:
+    """Whether Python looks for an expression in lines within seconds, whatever they hold."""
+    num_repetitions, num_choices = (len(re.findall(signs, pattern.pattern)) for signs in (r"[*+{]", r"[?|]"))
+    ends = 1 + num_repetitions
+    return sum(comb(len(line) + ends, ends) for line in lines) << num_choices <= _MOST_TRIALS
 
 
 def _expression(text: str, *, is_extended: bool) -> re.Pattern[str] | None:
