@@ -401,7 +401,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
         raise NoJobError(
             f"{cause}{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format"
         )
-    entries = Entries(causes=list(script.causes), warnings=list(script.warnings))
+    entries = Entries(causes=list(script.causes), warnings=list(script.warnings), undecided=script.undecided)
     command = _chosen(script, found, entries.warnings) if by_file is None else by_file[1]
     if command is not None:
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)

@@ -234,7 +234,7 @@ def _note_connections(job: Reading, *keys: str) -> None:
     """Warns of FSDP where the script may set the number of connections that refuses it."""
     entries = job.entries
     is_open = UNKNOWN in str(entries.environment.get(_CONNECTIONS, ""))
-    if is_open or any(_CONNECTIONS in text for text in entries.warnings):
+    if is_open or _CONNECTIONS in entries.undecided:
         for key in (key for key in keys if entries.get(key) is True):
             job.warnings.append(f"{key} does not start with {_CONNECTIONS} 1, which the script may set")
 
