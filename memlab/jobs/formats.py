@@ -434,7 +434,8 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             f"line {command.line}: the script sets {name} and does not export it, so the job runs without it, unless "
             f"the machine has exported it before: write export {name}"
             for name in command.not_exported
-            if changes_memory(name) and name not in command.variables
+            if (changes_memory(name) or (name.isupper() and framework_named(found).knows(name)))
+            and name not in command.variables
         ]
         _take_environment_of_ray(command, path, entries)
         if script.lacks_arguments and _has_unknown_values(command):
