@@ -401,7 +401,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
         raise NoJobError(
             f"{cause}{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format"
         )
-    entries = Entries(causes=list(script.causes), warnings=list(script.warnings))
+    entries = Entries(causes=list(script.causes), warnings=list(script.warnings), undecided=script.undecided)
     command = _chosen(script, found, entries.warnings) if by_file is None else by_file[1]
     if command is not None:
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
@@ -434,7 +434,8 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             f"line {command.line}: the script sets {name} and does not export it, so the job runs without it, unless "
             f"the machine has exported it before: write export {name}"
             for name in command.not_exported
-            if changes_memory(name) and name not in command.variables
+            if (changes_memory(name) or (name.isupper() and framework_named(found).knows(name)))
+            and name not in command.variables
         ]
         _take_environment_of_ray(command, path, entries)
         if script.lacks_arguments and _has_unknown_values(command):

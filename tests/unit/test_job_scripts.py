@@ -760,12 +760,39 @@ def test_what_a_machine_sets_where_a_script_runs_is_no_cause() -> None:
         ("$(awk 'BEGIN {print 1 / 0}')", UNKNOWN),
         ("$(awk 'BEGIN {print b}')", UNKNOWN),
         ("$(awk '{print $1}' file)", UNKNOWN),
+        ("$(awk 'BEGIN {print 0x10}')", UNKNOWN),
+        ("$(awk 'BEGIN {print True}')", UNKNOWN),
+        ("$(awk 'BEGIN {print\n3}')", UNKNOWN),
+        ("$(awk -v a=3 'BEGIN {print 2a}')", UNKNOWN),
+        ("$(awk -v a=3 'BEGIN {print 10%a}')", "1"),
+        ("$(awk 'BEGIN {printf \"%.1f\", int(-.25)}')", UNKNOWN),
         ('$([ "$(echo "0.0 > 0.0" | bc)" -eq 1 ] && echo true || echo false)', "false"),
     ],
 )
 def test_sums_of_expr_and_bc_are_followed(text: str, printed: str) -> None:
     """The values are those that GNU's expr 9.1 and bc 1.07, and mawk 1.3.4, print."""
     assert words_of(f"run {text}") == ["run", printed]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("grep -q tp=4 other.yaml && echo yes || echo no", "yes"),
+        ("grep -q tp=8 other.yaml && echo yes || echo no", "no"),
+        ("grep t other.yaml", "tp=4"),
+        ("echo tp=8 > other.yaml\ngrep t other.yaml", UNKNOWN),
+        ("echo tp=8 > other.yaml\ngrep -q tp=4 other.yaml && echo yes || echo no", UNKNOWN),
+        ("printf 'a\\n%s\\n' $unknown | grep a", UNKNOWN),
+        ("grep -q root /etc/passwd && echo yes || echo no", UNKNOWN),
+        ("grep -q root / && echo yes || echo no", UNKNOWN),
+    ],
+)
+def test_grep_finds_what_is_certain(tmp_path: Path, text: str, found: str) -> None:
+    """A file that the script may have written, a file of the machine, and a line that is not known decide nothing."""
+    (tmp_path / "other.yaml").write_text("tp=4\n")
+    *before, last = text.split("\n")
+    text = "\n".join([*before, f"run $({last})"])
+    assert words_of(text, tmp_path / "run.sh")[1:] == [found]
 
 
 MANY = (

@@ -429,7 +429,8 @@ def _ask_for_the_program(reading: Reading) -> None:
     if name in ("pretrain_hybrid.py", "pretrain_mamba.py") and says_kinds_of_layers(reading):
         name = "pretrain_gpt.py"  # they take its step with these layers
     what = next((what for what, names in _OTHER_PROGRAMS.items() if name in names), None)
-    if program is not None and what is not None:
+    is_asked = name == "train_rl.py" and "perform_rl_step" in reading.entries.by_key  # by its key, which can be set
+    if program is not None and what is not None and not is_asked:
         causes.append(f"{program.place}: the job is {name}, which {what}")
         reading.questions.append(f"{predicted}, not of {name}: give a job that starts it, or its log")
     elif name != "pretrain_gpt.py" and not reading.get("perform_rl_step"):

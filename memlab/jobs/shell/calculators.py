@@ -22,7 +22,8 @@ _OPERATION = re.compile(
 _LINE_OF_BC = 68
 """Characters after which ``bc`` goes on in a further line."""
 _AWK = re.compile(
-    r"\s*BEGIN\s*\{\s*(?:(print\b|exit\b)|printf\s*\(?\s*\"(%[di]|%\.[0-9]f)(\\n)?\"\s*,)([^;{}\"']*);?\s*\}\s*"
+    r"\s*BEGIN\s*\{\s*(?:(print\b|exit\b)(?![ \t]*\n)|printf\s*\(?\s*\"(%[di]|%\.[0-9]f)(\\n)?\"\s*,)"
+    r"([^;{}\"']*)(?:;\s*)?\}\s*"
 )
 _OF_AWK = re.compile(r"\d+\.?\d*|\.\d+|int(?=\s*\()|[A-Za-z_]\w*|[<>=!]=|[-+*/%()<>!]|\s+")
 _SUMS: dict[type[ast.AST], Callable[[float, float], float]] = {
@@ -105,8 +106,10 @@ def _sum_of_awk(text: str, names: dict[str, str]) -> float | None:
     parts = _OF_AWK.findall(text)
     if "".join(parts) != text or (">" in text and not re.fullmatch(r"\([^()]*\)", text)) or "!" in parts:
         return None
+    if "--" in text or any(part[0].isalpha() or part[0] == "_" for part in parts if part not in {"int", *names}):
+        return None  # a name of awk's, or of Python's alone, such as True and the x10 of 0x10
     try:
-        tree = ast.parse("".join(names.get(part, part) for part in parts), mode="eval")
+        tree = ast.parse("".join(f" {names[part]} " if part in names else part for part in parts).strip(), mode="eval")
         result = _of_tree(tree.body)
     except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError, MemoryError):
         return None
@@ -120,7 +123,8 @@ def _of_tree(node: ast.expr) -> float:
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             return -_of_tree(operand)
         case ast.Call(func=ast.Name(id="int"), args=[only]):
-            return float(int(_of_tree(only)))
+            value = _of_tree(only)
+            return math.copysign(int(value), value)  # which may be -0
         case ast.BinOp(left=left, op=sign, right=right) | ast.Compare(left=left, ops=[sign], comparators=[right]):
             if type(sign) in _SUMS:
                 return float(_SUMS[type(sign)](_of_tree(left), _of_tree(right)))

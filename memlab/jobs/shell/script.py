@@ -91,6 +91,8 @@ class Script:
     """Which of the values that the script is started with are not given; nothing if it uses none."""
     folders: list[str] = field(default_factory=list)
     """Where it goes with ``cd``, as far as that is known."""
+    undecided: frozenset[str] = frozenset()
+    """Variables of its jobs that it may set or not."""
 
 
 def read_script(
@@ -126,6 +128,7 @@ def read_script(
         faults.causes_before(reader.num_jobs),
         faults.lacks_arguments(path.name),
         reader.folders,
+        frozenset(reader.undecided),
     )
 
 
@@ -163,6 +166,9 @@ class _Reader(Builtins):
         self.calls: list[str] = []
         """Functions that are running."""
         self.hidden = []
+        self.written: set[str] = set()
+        """Names of files that the script may have written."""
+        self.num_searched = 0
         self.tested_files: set[str] = set()
         """Files of which the script asks whether they are there."""
         self.depth = self.loops = self.shells = self.sources = self.source_depth = self.steps = self.snapshots = 0
@@ -197,8 +203,9 @@ class _Reader(Builtins):
                     self._maybe(lambda body=body: self._run(body))  # type: ignore[misc]
         jobs = [command for command in self.commands if self.is_job([word for word, _ in command.words])]
         places = {line for command in jobs for _, line in command.words}
-        undecided = of_a_job(self.undecided, self.texts_read, places, self.exported) if jobs else self.undecided
-        for warning in named(undecided, has_arguments=self.arguments is not None):
+        if jobs:
+            self.undecided = of_a_job(self.undecided, self.texts_read, places, self.exported)
+        for warning in named(self.undecided, has_arguments=self.arguments is not None):
             self.faults.warnings[warning] = None
 
     # Blocks
@@ -251,7 +258,7 @@ class _Reader(Builtins):
                 self.input = Input(text) if one.descriptor in ("", "0") else self.input
                 continue
             if one.target is not None:
-                self.one(one.target)  # which may set a variable
+                self.written.add(Path(self.one(one.target)).name)  # and the target may set a variable
             if one.operator[0] == "<":
                 self.input = None
             elif re.fullmatch(r"\D*[3-9]-?", one.operator) or one.descriptor not in ("", "0", "1", "2"):
@@ -835,17 +842,27 @@ class _Reader(Builtins):
         options, words = options_of_grep(arguments)
         text = None
         if len(words) == _WITH_A_FILE and UNKNOWN not in words[1]:
-            path = self.path.parent / words[1]
-            is_absolute = Path(words[1]).is_absolute()
-            text = self._text_in(
-                path_here(path, self.script) if is_absolute else file_above(words[1], path, self.script)
-            )
+            text = self._text_to_search(words[1])
         elif len(words) == 1 and self.input is not None:
             text = self.input.rest()
         found = None if text is None or not words else lines_with(words[0], options, text)
         if "q" not in options:
-            self.print_out(UNKNOWN if found is None or options - set("EFs") else "".join(f"{one}\n" for one in found))
+            is_open = found is None or options - set("EFs") or UNKNOWN in str(text)
+            self.print_out(UNKNOWN if is_open else "".join(f"{one}\n" for one in found or ()))
         return None if found is None else bool(found)
+
+    def _text_to_search(self, name: str) -> str | None:
+        """Returns the text of a checkout's file; nothing of the machine's own files and of those that may be new."""
+        path = self.path.parent / name
+        if not Path(name).is_absolute():
+            path = file_above(name, path, self.script)
+        elif path.parts[1:2] and path.parts[1] in _OF_THE_MACHINE:
+            return None
+        else:
+            path = path_here(path, self.script)
+        text = None if path.name in self.written or self.num_searched > _MOST_SEARCHED else self._text_in(path)
+        self.num_searched += len(text or "")
+        return text
 
     def _text_in(self, path: Path) -> str | None:
         """Returns a text of less than 1 MiB; nothing where it is none, or not on this machine."""
@@ -1050,6 +1067,9 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
     "let": Builtins.let,
 }
 _WITH_A_FILE = 2
+_OF_THE_MACHINE = ("dev", "etc", "proc", "run", "sys", "usr", "var")
+_MOST_SEARCHED = 2**25
+"""Characters of files: more than any real script searches."""
 _INNER = {"IFS", "OPTIND"}
 """Variables that the shell itself sets, and that no program reads."""
 _CODES = {True: "0", False: "1", None: UNKNOWN}
