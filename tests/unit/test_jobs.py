@@ -1001,6 +1001,23 @@ def test_a_huge_file_is_not_read_whole(tmp_path: Path) -> None:
         Job.read(path)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python examples/run_grpo.py --config big.yaml",
+        "python -m verl.trainer.main_ppo --config-path . --config-name big.yaml model_engine=megatron",
+        "python finetune.py --config big.yaml",
+    ],
+)
+def test_a_large_configuration_that_a_command_names_is_not_cut(command: str, tmp_path: Path) -> None:
+    """The keys at its end count over those before them."""
+    text = "policy: {model_name: Qwen/Qwen3-8B}\ncluster: {gpus_per_node: 8}\n" + "# padding\n" * 900_000
+    (tmp_path / "big.yaml").write_text(text)
+    (tmp_path / "run.sh").write_text(command)
+    with pytest.raises(ValueError, match="big.yaml has more than 2 MiB"):
+        Job.read(tmp_path / "run.sh")
+
+
 def test_the_lines_for_the_same_framework_are_only_what_differs(tmp_path: Path) -> None:
     job = Job.read(write(tmp_path, "run.sh", JOBS[10][2]))
     scenario, settings = job.required()
