@@ -692,6 +692,8 @@ def test_set_never_does_nothing(tmp_path: Path) -> None:
     )
     job = Job.read(script_of_verl, overrides=["train_tp=4", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"])
     assert job.required()[0].layout.tensor_model_parallel_size == 4
+    key = f"{ACTOR}.megatron.sequence_parallel"  # which verl's module reads in code, and has in no list
+    assert "sequence_parallel is False" in str(Job.read(script_of_verl, overrides=[f"{key}=false"]).cannot_start)
     arrays = write(tmp_path, "arrays.sh", f'MORE=()\n{TRAIN} "${{MORE[@]}}"\n')
     job = Job.read(arrays, overrides=["MORE=--tensor-model-parallel-size 2"])
     assert job.required()[0].layout.tensor_model_parallel_size == 2
