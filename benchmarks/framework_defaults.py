@@ -532,6 +532,7 @@ ADAPTERS = {
         packages=("verl==0.9.1", _BRIDGE, _CORE),
         read=verl,
         expected=_of_verl(f"{_ACTOR}.megatron", f"{_ACTOR}.optim", "actor_rollout_ref.model")
+        | _for("a field of AlgoConfig that its file leaves out", "algorithm.gdpo_reward_keys")
         | _for(
             _EARLIER, "trainer.use_legacy_worker_impl",
         )
@@ -640,7 +641,7 @@ ADAPTERS = {
         read=automodel,
         expected=_for(
             "an argument of what _target_ names, or of a section that no dataclass of these reads",
-            "_*", "autopipeline*", "benchmark.*", "ci*", "checkpoint*", "clip_grad_norm.*", "comet*", "compile*",
+            "_*", "autocast.*", "autopipeline*", "benchmark.*", "ci*", "checkpoint*", "clip_grad_norm.*", "comet*", "compile*",
             "data*", "dist_env.*", "embedding_row_repair.*", "fp8*", "longalign", "loss_fn.*", "mlflow*", "model.a*",
             "model.c*", "model.dtype", "model.force_hf", "model.load_base_model", "model.num_hidden_layers",
             "model.output_hidden_states", "model.pretrained_model_name_or_path", "model.t*", "model.use_*", "neftune.*",

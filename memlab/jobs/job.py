@@ -259,7 +259,7 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _override(framework: Framework, entries: Entries, given: dict[str, str]) -> dict[str, str]:
-    """Takes values above the file's; returns those keys that are in no list, each with what is wrong if nobody reads it."""
+    """Takes values above the file's; returns the keys in no list, each with its refusal if nobody reads it."""
     overrides = Entries()
     for name, text in given.items():
         if framework.style == "flags":

@@ -1016,7 +1016,7 @@ def test_a_large_configuration_that_a_command_names_is_not_cut(command: str, tmp
     text = "policy: {model_name: Qwen/Qwen3-8B}\ncluster: {gpus_per_node: 8}\n" + "# padding\n" * 900_000
     (tmp_path / "big.yaml").write_text(text)
     (tmp_path / "run.sh").write_text(command)
-    with pytest.raises(ValueError, match="big.yaml has more than 2 MiB"):
+    with pytest.raises(ValueError, match=r"big\.yaml has more than 2 MiB"):
         Job.read(tmp_path / "run.sh")
 
 
