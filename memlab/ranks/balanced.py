@@ -226,7 +226,7 @@ class Balanced:
         Raises:
             _EngineLostError: If there is none. An engine that hangs is ended, if it runs on this machine.
         """
-        import ipyparallel  # a third of what a search of kept steps imports, which has no such engine
+        import ipyparallel  # as long as all that a search imports without torch, which rarely has such an engine
 
         from memlab.ranks.ranks import ANSWER_SECONDS, NO_ENGINE, why_lost
 
