@@ -43,8 +43,7 @@ class _Graph:
     shapes_of_gradients: list[torch.Tensor | None] = field(default_factory=list)
 
     def __call__(self, hidden: torch.Tensor, **others: Any) -> _Tensors:
-        outputs: _Tensors = _Replay.apply(self, hidden, *self.parameters)
-        return outputs
+        return _Replay.apply(self, hidden, *self.parameters)
 
 
 @dataclass(eq=False)
@@ -265,5 +264,4 @@ def _order(live: LiveModel) -> list[int]:
     chunks, group = len(live.chunks), live.config.microbatch_group_size_per_vp_stage
     _, _, warm_up, _ = schedules.get_pp_rank_microbatches(scenario.num_microbatches, chunks, group, False)
     table = schedules.get_schedule_table(scenario.num_microbatches, chunks, group)
-    order: list[int] = cuda_graphs.convert_schedule_table_to_order(warm_up, chunks, table)
-    return order
+    return cuda_graphs.convert_schedule_table_to_order(warm_up, chunks, table)
