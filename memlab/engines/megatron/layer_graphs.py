@@ -77,7 +77,10 @@ class LayerGraphs:
 
     def __init__(self, live: LiveModel) -> None:
         self._live = live
-        self._layers = [_graphable(chunk.module, live.config) for chunk in live.chunks]
+        self._layers = [
+            [layer for layer in chunk.module.decoder.layers if cuda_graphs._layer_is_graphable(layer, live.config)]
+            for chunk in live.chunks
+        ]
         self._free: deque[_Arguments] = deque()
         """The inputs of passes whose backward is over."""
         self._angles: torch.Tensor | None = None
@@ -250,10 +253,6 @@ def _without_gradients(graph: _Graph) -> Iterator[list[Any]]:
     finally:
         for each, gradient in zip(inputs, before, strict=True):
             each.grad = gradient
-
-
-def _graphable(model: Any, config: Any) -> list[Any]:
-    return [layer for layer in model.decoder.layers if cuda_graphs._layer_is_graphable(layer, config)]
 
 
 def _order(live: LiveModel) -> list[int]:
