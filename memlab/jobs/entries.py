@@ -94,6 +94,8 @@ class Entries:
     """Variables that a script sets for its programs, such as ``PYTORCH_CUDA_ALLOC_CONF``."""
     not_exported: tuple[str, ...] = ()
     """Names of a script's other variables, which its programs do not see."""
+    undecided: frozenset[str] = frozenset()
+    """Names of variables that a script may set or not."""
 
     def add(self, key: str, value: Any, line: int | None) -> None:
         """Adds a key, or replaces its value."""

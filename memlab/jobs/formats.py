@@ -188,6 +188,14 @@ def _text(path: Path) -> tuple[str, bool]:
     return text, not rest
 
 
+def _text_of_configuration(base: Path) -> str:
+    """Returns the text of a configuration that a job names; no real one is as large as a log."""
+    content, is_whole = _text(base)
+    if not is_whole or len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
+        raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
+    return content
+
+
 def _toml_format(text: str, path: Path, format_name: str | None) -> tuple[str, Entries]:
     if format_name is not None:
         raise ValueError(
@@ -328,9 +336,7 @@ def _of_default(
     named.append(base)
     if len(named) > _MOST_DEFAULTS:
         raise ValueError(f"{where} more than {_MOST_DEFAULTS} files: give the resolved configuration")
-    content, _ = _text(base)
-    if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
-        raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
+    content = _text_of_configuration(base)
     root, package = read_yaml(content, base.name), package_in(content, default, package)
     return _with_defaults(root, base, named, chain, package).of_file(base.name)
 
@@ -401,7 +407,7 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
         raise NoJobError(
             f"{cause}{path.name} is of no format that memlab reads. It looked for {LOOKED_FOR}: give --format"
         )
-    entries = Entries(causes=list(script.causes), warnings=list(script.warnings))
+    entries = Entries(causes=list(script.causes), warnings=list(script.warnings), undecided=script.undecided)
     command = _chosen(script, found, entries.warnings) if by_file is None else by_file[1]
     if command is not None:
         framework, words = framework_named(found), _without_own_arguments(command, entries.warnings)
@@ -434,7 +440,8 @@ def _script_format(script: Script, path: Path, format_name: str | None) -> tuple
             f"line {command.line}: the script sets {name} and does not export it, so the job runs without it, unless "
             f"the machine has exported it before: write export {name}"
             for name in command.not_exported
-            if changes_memory(name) and name not in command.variables
+            if (changes_memory(name) or (name.isupper() and framework_named(found).knows(name)))
+            and name not in command.variables
         ]
         _take_environment_of_ray(command, path, entries)
         if script.lacks_arguments and _has_unknown_values(command):
@@ -543,7 +550,7 @@ def _by_its_configuration(script: Script, path: Path) -> tuple[str, Command] | N
 
 
 def _keys_of(file: Path) -> list[str]:
-    root = read_yaml(_text(file)[0], file.name)
+    root = read_yaml(_text_of_configuration(file), file.name)
     return [*_with_defaults(root, file, [file]).by_key, *root.value]
 
 
@@ -718,7 +725,7 @@ def _of_another_machine(folder: str, where: Path, base: Path, path: Path) -> lis
 
 def _take_configuration_file(base: Path, framework: Framework, entries: Entries) -> None:
     """Takes the keys of a configuration, and of those that it names."""
-    root, read = read_yaml(_text(base)[0], base.name), [base]
+    root, read = read_yaml(_text_of_configuration(base), base.name), [base]
     own = _with_defaults(root, base, read)
     _take_named_defaults(root, read, framework, own)
     own.of_file(base.name)
@@ -823,7 +830,7 @@ def _take_file_in_source(path: Path, framework: Framework, entries: Entries) -> 
     entries.warnings.append(
         f"{program.place}: the command names no configuration, so {Path(str(program.value)).name} reads {base.name}"
     )
-    own = _with_defaults(read_yaml(_text(base)[0], base.name), base, []).of_file(base.name)
+    own = _with_defaults(read_yaml(_text_of_configuration(base), base.name), base, []).of_file(base.name)
     entries.merge(own)
     entries.warnings += own.warnings
 
@@ -947,10 +954,7 @@ def _argument_file(
             "there, or give its keys with --set"
         )
         return None
-    content, _ = _text(base)
-    if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
-        raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
-    return read_yaml(content.replace("\t", " "), base.name)  # JSON is YAML
+    return read_yaml(_text_of_configuration(base).replace("\t", " "), base.name)  # JSON is YAML
 
 
 def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | None:

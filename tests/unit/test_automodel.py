@@ -632,3 +632,17 @@ def test_a_configuration_that_a_recipe_writes_out_is_the_model_s(tmp_path: Path)
     assert read(tmp_path, _SIZES.replace("CLASS", "BambaConfig")).not_supported is not None
     unknown = read(tmp_path, _SIZES.replace("CLASS", "Qwen3MoeConfig").replace("2048", "'${missing}'"))
     assert "model.config.hidden_size: a size of the model that is known only" in str(unknown.not_supported)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(160, 32), (20, 16)])
+def test_ranks_that_the_file_does_not_say_can_share_the_experts(rows: int, ranks: int, tmp_path: Path) -> None:
+    """Of two nodes, ranks in groups of 16; where the rows of no such number are whole, the fewest ranks stand."""
+    changes = (
+        "{model.pretrained_model_name_or_path: Qwen/Qwen3-30B-A3B, distributed.dp_size: null, distributed.ep_size: 16, "
+        f"ci.nodes: 8, step_scheduler.global_batch_size: {8 * rows}, step_scheduler.local_batch_size: 8}}"
+    )
+    job = read(tmp_path, changes)
+    if rows % ranks == 0:
+        assert job.required()[0].layout.world_size == ranks
+    else:
+        assert "must be a multiple of 128 (micro-batch 8 x data parallel 16)" in str(job.cannot_start)

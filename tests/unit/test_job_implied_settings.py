@@ -492,7 +492,13 @@ MEGATRON_ENGINE = ("policy.generation.backend=megatron", "policy.megatron_cfg.te
             8,
         ),
         ([f"{MCORE}.transformer_impl=inference_optimized"], 10 * GIB, False, True, 2),
-        (["policy.megatron_cfg.context_parallel_size=2"], 10 * GIB, False, True, 2),
+        (
+            ["policy.megatron_cfg.context_parallel_size=2", "policy.sequence_packing.enabled=true"],
+            10 * GIB,
+            False,
+            True,
+            2,
+        ),
     ],
 )
 def test_megatron_s_engine_in_nemo_rl_generates_with_the_training_s_parameters(

@@ -340,3 +340,27 @@ _BOMB = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}
 def test_a_file_of_arguments_of_any_shape_is_read_or_refused_at_once(tmp_path: Path, text: str) -> None:
     with suppress(ValueError):
         assert len(str(read_job(text, tmp_path, "job.yaml").to_dict())) < 1_000_000
+
+
+_GOES_ON = "NPROC_PER_NODE=8 megatron sft --model Qwen/Qwen3-8B --max_length 2048 --adapters out/ckpt"
+
+
+def test_saved_adapters_have_their_own_rank(tmp_path: Path) -> None:
+    """``_load_adapter_config`` of ms-swift 4.6.0 sets what the folder's file has, also over a flag."""
+    without = read_job(_GOES_ON, tmp_path)
+    assert [one for one in without.warnings if "adapter_config.json" in one]
+    (tmp_path / "out" / "ckpt").mkdir(parents=True)
+    (tmp_path / "out" / "ckpt" / "adapter_config.json").write_text('{"r": 64, "lora_alpha": 128, "lora_dropout": 0.0}')
+    for flags in ("", " --lora_rank 16"):
+        job = read_job(_GOES_ON + flags, tmp_path)
+        lora = job.required()[0].state.lora
+        assert lora is not None and (lora.rank, lora.alpha, lora.dropout) == (64, 128, 0)
+        assert not [one for one in job.warnings if "adapter_config.json" in one]
+
+
+def test_ranks_that_are_set_and_not_exported_do_not_reach_the_job(tmp_path: Path) -> None:
+    job = "megatron sft --model Qwen/Qwen3-8B --max_length 2048"
+    for text, ranks, is_said in ((f"NPROC_PER_NODE=4\n{job}", 1, True), (f"export NPROC_PER_NODE=4\n{job}", 4, False)):
+        found = read_job(text, tmp_path)
+        assert found.required()[0].layout.world_size == ranks
+        assert any("NPROC_PER_NODE and does not export it" in one for one in found.warnings) == is_said

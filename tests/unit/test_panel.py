@@ -310,7 +310,7 @@ def test_a_note_says_what_an_offload_transferred_in_the_shown_run_only(make_pane
     assert heads(shown) == {"Offload during the step": "run 1:", "On host between steps": "run 1:"}
     assert "ok; transferred to the host: core_attn 2.0 KiB, optimizer state 4.0 KiB" in shown.run_bar.status.value
 
-    reason = "its largest saved tensor has 40960 elements"
+    reason = "the largest tensor saved there has 40960 elements"
     shown.state.lab.outcome = {"without_effect": {f"offload_modules:{m}": reason for m in ("core_attn", "expert_fc1")}}
     press(shown.run_bar.run)
 

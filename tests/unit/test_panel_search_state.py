@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import replace
 from typing import Any
@@ -118,6 +119,17 @@ def test_marks_that_hide_each_other_have_their_number_beside_them_and_each_names
         name = f"{other.settings}: {format_bytes(other.peak_allocated_bytes)}"
         assert texts[number].endswith(f"in the same place:</i><br>{name}")
     assert "same place" not in texts[2]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_faint_marks_in_one_place_are_together_as_faint_as_one(found: SearchResult, number: int) -> None:
+    first = found.front[0]
+    far = replace(first, peak_allocated_bytes=first.peak_allocated_bytes + 20 * GIB)
+    others = [point.settings for point in found.points if point not in found.front][:number]
+    figure = search_figure(replace(found, points=(first, *(replace(far, settings=each) for each in others))))
+    (faint,) = [trace for trace in figure.data if (trace.uid or "").startswith(f"{CHOICE}-y-False")]
+    assert len(faint.x) == number
+    assert math.prod(1 - opacity for opacity in faint.marker.opacity) == pytest.approx(0.6), "is seen through them"
 
 
 @pytest.mark.parametrize("room_gib", [1, 500])

@@ -156,6 +156,13 @@ def test_the_trend_of_a_metric_runs_over_the_kept_runs(tmp_path: Path) -> None:
     assert html.count('<i class="green"') == 4
 
 
+def test_only_a_value_that_fails_is_red(tmp_path: Path) -> None:
+    green = result_of("passed", measured=measured(loss=1.75, step_seconds=9.0), baseline=measured())
+    assert '"dot off"' not in page_of(tmp_path / "green", summary_of(green))
+    page = page_of(tmp_path / "red", summary_of(green, replace(CHANGED, differences=CHANGED.differences[:1])))
+    assert page.count('"dot off"') == 1
+
+
 def test_a_step_is_drawn_over_that_of_a_kept_run_that_agrees_with_the_baseline(tmp_path: Path) -> None:
     now, agreeing, other = tmp_path / "now", tmp_path / "agreeing", tmp_path / "other"
     for folder, recompute in ((now, True), (agreeing, False), (other, True)):

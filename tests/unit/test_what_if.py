@@ -286,7 +286,7 @@ def test_of_a_job_the_worst_rank_of_the_shown_run_is_predicted() -> None:
 
 def test_a_prediction_says_what_the_step_costs_and_what_does_nothing_in_the_panel_s_words(what_if: WhatIf) -> None:
     state, process = what_if._state, what_if._process
-    reason = "its largest saved tensor has 16 elements, under min_offloaded_tensor_size 1048576"
+    reason = "the largest tensor saved there has 16 elements, under min_offloaded_tensor_size 1048576"
     of_state = {"main_grads_dtype": "only the command line reads it"}
 
     def predict(scenario: Scenario, settings: MemorySettings, backend: str) -> StepRecord:
@@ -306,7 +306,7 @@ def test_a_prediction_says_what_the_step_costs_and_what_does_nothing_in_the_pane
     state.edit(offload_parameters=True)
     wait_until(what_if, "predicted", lambda record: record is not None)
     assert "; host copies each way: 1.00 MiB; " in what_if.words, "gradients are dropped, not copied"
-    assert "without effect: core_attn (its largest saved tensor has 16 elements" in what_if.words
+    assert "without effect: core_attn (the largest tensor saved there has 16 elements" in what_if.words
     assert what_if.words.endswith("under 'smallest tensor (elements)' 1048576)")
 
 

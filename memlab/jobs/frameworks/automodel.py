@@ -9,6 +9,7 @@ where layers compute in bf16; `_take_release` has what it does otherwise.
 from __future__ import annotations
 
 import ast
+import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -422,9 +423,10 @@ def _take_ranks(reading: Reading) -> None:
         of_node = reading.get("ci.nproc_per_node", default=_RANKS_OF_A_NODE)
         ranks = COUNT.read(nodes) * COUNT.read(of_node)
         rows = values["global_batch_size"] // values["micro_batch_size"]
-        ranks = max(ranks, copy, (values["expert_model_parallel_size"] or 1) * values[names[2]])
-        while ranks > copy and (ranks % copy or rows % (ranks // copy)):
-            ranks -= 1
+        unit = math.lcm(copy, (values["expert_model_parallel_size"] or 1) * values[names[2]])
+        ranks = max(ranks - ranks % unit, unit)
+        while ranks > unit and rows % (ranks // copy):
+            ranks -= unit
         values["world_size"] = ranks
         reading.assumed.append("the number of ranks")
         reading.warnings.append(

@@ -65,6 +65,7 @@ from memlab.jobs.frameworks.megatron_lm import (
     ONLY_OF_VERL_AND_SLIME,
     take_sequence_parallel,
 )
+from memlab.jobs.frameworks.nemo_rl_rules import check_megatron, check_offloaded
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     drop_frozen_parts,
@@ -252,6 +253,7 @@ FRAMEWORK_MISSING = (
 def _complete_model(reading: Reading, architecture: Architecture) -> None:
     drop_frozen_parts(reading, architecture)
     drop_fused_rope(reading, architecture)
+    check_offloaded(reading, architecture)
 
 
 def complete(reading: Reading) -> None:
@@ -704,6 +706,7 @@ def check(reading: Reading) -> None:
     Raises:
         CannotStartError: If it refuses the job.
     """
+    check_megatron(reading)
     if reading.get("policy.reward_model_cfg.enabled"):
         raise CannotStartError(
             "policy.reward_model_cfg.enabled is true with Megatron, which NeMo-RL refuses: train the reward model with "

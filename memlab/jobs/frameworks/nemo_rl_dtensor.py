@@ -55,6 +55,7 @@ from memlab.jobs.frameworks.nemo_rl import (
     take_longest,
     take_phases,
 )
+from memlab.jobs.frameworks.nemo_rl_rules import check_dtensor
 from memlab.jobs.frameworks.reinforcement import (
     composed,
     is_packed,
@@ -414,6 +415,7 @@ NEMO_RL_DTENSOR = Framework(
     complete=complete,
     complete_of_model=complete_of_model,
     complete_refused=complete_refused,
+    check=check_dtensor,
     fixed={"engine": "fsdp2", "loss": "cross_entropy"},
     compose=compose,
     packs=is_packed,

@@ -14,7 +14,7 @@ from memlab.config.option import EngineName
 from memlab.jobs.entries import UNKNOWN
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
 
-_Rule = tuple[Callable[[Reading], object], str, str, str]
+Rule = tuple[Callable[[Reading], object], str, str, str]
 """Whether a job breaks the rule, what it has, what to do, and the field of memlab that decides."""
 _ONE_OF_TWO = "leave one of the two out"
 
@@ -33,7 +33,7 @@ def _has(reading: Reading, name: str) -> bool:
     return bool(reading.values.get(name) or reading.entries.get(name)) or _is_on(reading, name)
 
 
-def _needs(name: str, *needed: str) -> _Rule:
+def _needs(name: str, *needed: str) -> Rule:
     return (
         lambda job: _has(job, name) and not any(_has(job, one) for one in needed),
         *(f"{name} without {' or '.join(needed)}", f"give {needed[0]}, or leave {name} out", needed[0]),
@@ -50,12 +50,12 @@ def _leaves_type_open(job: Reading) -> bool:
     return is_named or bool(job.entries.get("use_torch_fsdp2"))
 
 
-def _needs_type(name: str, *needed: str) -> _Rule:
+def _needs_type(name: str, *needed: str) -> Rule:
     breaks, what, advice, field = _needs(name, *needed)
     return (lambda job: breaks(job) and not _leaves_type_open(job), what, advice, field)
 
 
-def _excludes(name: str, other: str) -> _Rule:
+def _excludes(name: str, other: str) -> Rule:
     return (lambda job: _has(job, name) and _has(job, other), f"{name} with {other}", _ONE_OF_TWO, other)
 
 
@@ -84,7 +84,7 @@ def _ranks(reading: Reading, kind: str) -> int:
     return reading.values.get(f"{kind}_parallel_size") or 1
 
 
-_OF_CORE: tuple[_Rule, ...] = (
+_OF_CORE: tuple[Rule, ...] = (
     (
         lambda job: _offloads_layers(job) and _ranks(job, "pipeline_model") > 1,
         *("cpu_offloading with pipeline stages", _ONE_OF_TWO, "pipeline_model_parallel_size"),
@@ -194,7 +194,7 @@ def _wrong_product(job: Reading) -> bool:
     return all(isinstance(size, int) for size in numbers) and prod(numbers) != _ranks(job, "context")
 
 
-_OF_RANKS: tuple[_Rule, ...] = (
+_OF_RANKS: tuple[Rule, ...] = (
     (
         _wrong_product,
         "hierarchical_context_parallel_sizes with another product than context_parallel_size",
@@ -210,7 +210,7 @@ _OF_RANKS: tuple[_Rule, ...] = (
     _excludes("deterministic_mode", "cross_entropy_loss_fusion"),
 )
 """Of Megatron-LM's arguments, and of Megatron-Bridge."""
-_DISTRIBUTES_ALONE: _Rule = (
+_DISTRIBUTES_ALONE: Rule = (
     lambda job: (
         job.entries.get("distribute_saved_activations")
         and (_ranks(job, "tensor_model") == 1 or job.values.get("recompute_granularity") != "full")
@@ -218,7 +218,7 @@ _DISTRIBUTES_ALONE: _Rule = (
     "distribute_saved_activations without full recompute over tensor parallel ranks",
     *("leave distribute_saved_activations out", "recompute_granularity"),
 )
-_LOSS_IN_FP16: _Rule = (
+_LOSS_IN_FP16: Rule = (
     lambda job: job.entries.get("fp16_lm_cross_entropy") and not job.entries.get("fp16"),
     *("fp16_lm_cross_entropy without fp16", "leave fp16_lm_cross_entropy out", "dtype"),
 )
@@ -234,12 +234,12 @@ def _note_connections(job: Reading, *keys: str) -> None:
     """Warns of FSDP where the script may set the number of connections that refuses it."""
     entries = job.entries
     is_open = UNKNOWN in str(entries.environment.get(_CONNECTIONS, ""))
-    if is_open or any(_CONNECTIONS in text for text in entries.warnings):
+    if is_open or _CONNECTIONS in entries.undecided:
         for key in (key for key in keys if entries.get(key) is True):
             job.warnings.append(f"{key} does not start with {_CONNECTIONS} 1, which the script may set")
 
 
-def _refuses_one_connection(*keys: str) -> tuple[_Rule, ...]:
+def _refuses_one_connection(*keys: str) -> tuple[Rule, ...]:
     """Returns the rules of an environment with which FSDP does not start (Megatron-LM since core 0.12)."""
     return tuple(
         (
@@ -255,7 +255,7 @@ def _refuses_one_connection(*keys: str) -> tuple[_Rule, ...]:
     )
 
 
-def _needs_format(fsdp: str, *formats: str) -> _Rule:
+def _needs_format(fsdp: str, *formats: str) -> Rule:
     """Returns the rule of the checkpoints of Megatron-LM's FSDP, which it checks of jobs that save nothing too."""
     return (
         lambda job: job.entries.get(fsdp) is True and job.entries.get("ckpt_format", "torch_dist") not in formats,
@@ -264,7 +264,7 @@ def _needs_format(fsdp: str, *formats: str) -> _Rule:
     )
 
 
-_OF_FSDP: tuple[_Rule, ...] = (
+_OF_FSDP: tuple[Rule, ...] = (
     *_refuses_one_connection(*_FSDP),
     _needs_format("use_megatron_fsdp", "fsdp_dtensor"),
     _needs_format("use_torch_fsdp2", "torch_dist", "torch_dcp"),
@@ -299,7 +299,7 @@ _OF_FSDP: tuple[_Rule, ...] = (
     ),
 )
 """``validate_args`` (megatron/training/arguments.py, core 0.12 to 0.19; ``use_megatron_fsdp`` since 0.14)."""
-_OF_ARGUMENTS: tuple[_Rule, ...] = (
+_OF_ARGUMENTS: tuple[Rule, ...] = (
     _excludes("group_query_attention", "multi_latent_attention"),
     (
         lambda job: job.entries.get("recompute_modules") is True,
@@ -385,7 +385,7 @@ _OF_SCHEDULES = (
     *(_excludes("train_samples", one) for one in ("lr_decay_iters", "lr_warmup_iters")),
 )
 """The same, of what it completes itself before it prints a log."""
-_OF_YAML: tuple[_Rule, ...] = (
+_OF_YAML: tuple[Rule, ...] = (
     *_OF_SCHEDULES,
     _excludes("train_iters", "rampup_batch_size"),
     *(_excludes("lr_warmup_fraction", f"lr_warmup_{unit}") for unit in ("iters", "samples")),
@@ -433,7 +433,7 @@ def _saves_or_loads(job: Reading) -> bool:
     return any(given) or (bool(job.entries.recipe) and len(given) < len(keys))
 
 
-_OF_BRIDGE: tuple[_Rule, ...] = (
+_OF_BRIDGE: tuple[Rule, ...] = (
     *_OF_RANKS,
     (
         lambda job: (
@@ -470,7 +470,7 @@ _OF_BRIDGE: tuple[_Rule, ...] = (
 """``ConfigContainer.validate`` (src/megatron/bridge/training/config.py, 0.6.2): ``local`` may have a graph of the whole
 iteration, or graphs of inference."""
 
-_OF_SWIFT: tuple[_Rule, ...] = (
+_OF_SWIFT: tuple[Rule, ...] = (
     (
         lambda job: job.entries.get("group_by_length") and job.entries.get("padding_free") is not False,
         *("group_by_length with padding_free", "switch padding_free off, which is on by default", "group_by_length"),
@@ -499,6 +499,16 @@ _OF_SWIFT: tuple[_Rule, ...] = (
         "recompute_method with selective recompute, which is ms-swift's default",
         *("leave it out, or choose full recompute", "recompute_granularity"),
     ),
+    (
+        lambda job: (
+            job.entries.get("freeze_parameters_ratio") not in (None, 0, 1) and _ranks(job, "pipeline_model") > 1
+        ),
+        *("freeze_parameters_ratio with pipeline stages", _ONE_OF_TWO, "pipeline_model_parallel_size"),
+    ),
+    (
+        lambda job: job.entries.get("save_total_limit") is not None and _has(job, "async_save"),
+        *("async_save with save_total_limit", _ONE_OF_TWO, "save_total_limit"),
+    ),
     *(
         (
             lambda job, name=name: job.entries.get(name) is not None and not _is_on(job, "optimizer"),
@@ -521,13 +531,13 @@ def check_core(reading: Reading, architecture: Architecture | None, engine: Engi
     """
     if engine != "megatron":
         return
-    _check(reading, _OF_CORE, "Megatron-Core refuses")
+    check_rules(reading, _OF_CORE, "Megatron-Core refuses")
     if architecture is not None:
-        _check(reading, _OF_EXPERTS, "Megatron-Core refuses")
+        check_rules(reading, _OF_EXPERTS, "Megatron-Core refuses")
     if architecture is not None and not architecture.moe_router_num_groups:
-        _check(reading, (_OF_GROUPS,), "Megatron-Core refuses")
+        check_rules(reading, (_OF_GROUPS,), "Megatron-Core refuses")
     if architecture is not None and not architecture.multi_latent_attention:
-        _check(reading, (_LATENT,), "Megatron-Core refuses")
+        check_rules(reading, (_LATENT,), "Megatron-Core refuses")
 
 
 def check_flags(reading: Reading) -> None:
@@ -537,11 +547,11 @@ def check_flags(reading: Reading) -> None:
         CannotStartError: If one refuses the job.
     """
     if reading.entries.file_for_flags:
-        _check(reading, _OF_YAML, "Megatron-LM refuses with --yaml-cfg")
+        check_rules(reading, _OF_YAML, "Megatron-LM refuses with --yaml-cfg")
         return
     is_log = "add_bias_linear" in reading.entries.by_key  # which has the flags' destinations
     rules = _OF_ARGUMENTS if is_log else (*_OF_ARGUMENTS, *_OF_SCHEDULES)
-    _check(reading, rules, "the arguments of Megatron-LM refuse")
+    check_rules(reading, rules, "the arguments of Megatron-LM refuse")
     _note_connections(reading, *_FSDP)
 
 
@@ -551,7 +561,7 @@ def check_bridge(reading: Reading) -> None:
     Raises:
         CannotStartError: If one refuses the job.
     """
-    _check(reading, _OF_BRIDGE, "Megatron-Bridge refuses")
+    check_rules(reading, _OF_BRIDGE, "Megatron-Bridge refuses")
     _note_connections(reading, *_FSDP_OF_BRIDGE)
 
 
@@ -561,7 +571,7 @@ def check_swift(reading: Reading) -> None:
     Raises:
         CannotStartError: If one refuses the job.
     """
-    _check(reading, _OF_SWIFT, "ms-swift refuses")
+    check_rules(reading, _OF_SWIFT, "ms-swift refuses")
 
 
 def note_single_experts(reading: Reading) -> None:
@@ -590,7 +600,17 @@ _LATENT = (
 )
 
 
-def _check(reading: Reading, rules: tuple[_Rule, ...], refuses: str) -> None:
+def check_rules(reading: Reading, rules: tuple[Rule, ...], refuses: str) -> None:
+    """Checks rules in turn.
+
+    Args:
+        reading: Of the job.
+        rules: Those that concern it.
+        refuses: Who refuses a job that breaks one, with the verb.
+
+    Raises:
+        CannotStartError: If one refuses the job.
+    """
     for breaks, what, advice, field in rules:
         if breaks(reading):
             # Of a field that is a text, an unknown value is not among the guesses.

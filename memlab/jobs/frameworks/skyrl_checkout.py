@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from memlab.jobs.frameworks.framework import Reading
-from memlab.jobs.frameworks.verl_checkout import text_of
+from memlab.jobs.text_file import text_of
 
 _PACKAGES = ("skyrl/train", "skyrl_train", "skyrl-train/skyrl_train", "skyrl-train/skyrl/train")
 """Where the trainer is in a checkout, of main and of releases before 0.3."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from memlab.jobs.text_file import text_of
+
 RELEASE, FP32_SINCE, BEFORE = "0.9.1", "2026-08-20", "before-2026-08-20"
 VERSIONS = (RELEASE, FP32_SINCE, BEFORE)
 _REQUIRED = "REQUIRED_VERL.txt"
@@ -137,11 +139,3 @@ def _asked_for(text: str, file: Path) -> tuple[str, str] | None:
     release = tuple(map(int, tag.groups()))
     found = BEFORE if release < (0, 9, 0) else RELEASE if release >= (0, 9, 1) else FP32_SINCE
     return found, f"{file} asks for verl {tag[0].removeprefix('TAG=')}"
-
-
-def text_of(path: Path) -> str | None:
-    """Returns the text of a file, None where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None

@@ -91,6 +91,8 @@ class Script:
     """Which of the values that the script is started with are not given; nothing if it uses none."""
     folders: list[str] = field(default_factory=list)
     """Where it goes with ``cd``, as far as that is known."""
+    undecided: frozenset[str] = frozenset()
+    """Variables of its jobs that it may set or not."""
 
 
 def read_script(
@@ -126,6 +128,7 @@ def read_script(
         faults.causes_before(reader.num_jobs),
         faults.lacks_arguments(path.name),
         reader.folders,
+        frozenset(reader.undecided),
     )
 
 
@@ -200,8 +203,9 @@ class _Reader(Builtins):
                     self._maybe(lambda body=body: self._run(body))  # type: ignore[misc]
         jobs = [command for command in self.commands if self.is_job([word for word, _ in command.words])]
         places = {line for command in jobs for _, line in command.words}
-        undecided = of_a_job(self.undecided, self.texts_read, places, self.exported) if jobs else self.undecided
-        for warning in named(undecided, has_arguments=self.arguments is not None):
+        if jobs:
+            self.undecided = of_a_job(self.undecided, self.texts_read, places, self.exported)
+        for warning in named(self.undecided, has_arguments=self.arguments is not None):
             self.faults.warnings[warning] = None
 
     # Blocks

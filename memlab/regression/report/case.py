@@ -131,11 +131,12 @@ class CaseBodies:
                     continue  # zero in every run
                 gated = tolerance(metric, self._backend, same_rounding=same_rounding) is not None
                 label = f"{metric} over {len(values)} runs"
+                is_off = (record, metric) in off
                 cells.append(
                     f"<tr><td>{_breakable(metric)}{'' if gated else ' (not compared)'}</td>"
                     f'<td class="number">{value_text(baseline) if gated else ""}</td>'
-                    f'<td class="number{" off" if (record, metric) in off else ""}">{escape(value_text(value))}</td>'
-                    f'<td class="trend">{trend(values, _number(baseline), label)}</td></tr>'
+                    f'<td class="number{" off" if is_off else ""}">{escape(value_text(value))}</td>'
+                    f'<td class="trend">{trend(values, _number(baseline), label, is_off=is_off)}</td></tr>'
                 )
             rows.append(
                 f'<tr><th>{escape(record)}</th><th class="number">baseline</th><th class="number">now</th>'

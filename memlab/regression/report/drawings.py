@@ -18,12 +18,13 @@ _STEP_WIDTH, _STEP_HEIGHT = 480, 90
 _NUM_BINS = 60
 
 
-def trend(values: Sequence[float | None], baseline: float | None, label: str) -> str:
+def trend(values: Sequence[float | None], baseline: float | None, label: str, *, is_off: bool) -> str:
     """Draws a metric over the kept runs, the newest at the right, with its baseline as a dashed line.
 
     Args:
         values: One per run, the oldest first; None for a run that does not have the metric.
         baseline: None if the metric has no baseline.
+        is_off: Whether the newest value differs by more than the comparison allows.
     """
     known = [value for value in values if value is not None]
     around = known if baseline is None else [*known, baseline]
@@ -43,7 +44,7 @@ def trend(values: Sequence[float | None], baseline: float | None, label: str) ->
         parts.append(f'<path class="was" d="M0 {height(baseline)}H{_TREND_WIDTH}"/>')
     parts.append(f'<polyline class="now" points="{" ".join(points)}"/>')
     if values[-1] is not None:
-        off = " off" if baseline is not None and values[-1] != baseline else ""
+        off = " off" if is_off else ""
         parts.append(f'<circle class="dot{off}" cx="{across[-1]:.1f}" cy="{height(values[-1])}" r="2.5"/>')
     return _svg("trend", _TREND_WIDTH, _TREND_HEIGHT, label, parts)
 

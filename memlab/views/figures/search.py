@@ -105,7 +105,9 @@ def _draw_points(figure: go.Figure, found: SearchResult, heights: list[float], a
             x=[point.peak_allocated_bytes / unit_bytes for point in points],
             y=[heights[places[point]] for point in points],
             mode="markers",
-            marker={"symbol": symbol, "size": 10 if on_front else 6, "color": colour, "opacity": 1 if on_front else 0.4}
+            # Faint marks on one another are together as faint as one: the panel's ink would add up to plain black.
+            marker={"symbol": symbol, "size": 10 if on_front else 6, "color": colour}
+            | {"opacity": 1 if on_front else [1 - 0.6 ** (1 / (1 + len(together[point]))) for point in points]}
             | {"line": {"width": 1.5 if not is_fitting else 0.5, "color": colour if not is_fitting else "white"}},
             yaxis=axis,
             uid=f"{CHOICE}-{axis}-{on_front}-{is_fitting}-{kind}",

@@ -100,7 +100,7 @@ class OffloadWatch:
                 )
             else:
                 reasons[key] = (
-                    f"its largest saved tensor has {largest} elements, under min_offloaded_tensor_size "
+                    f"the largest tensor saved there has {largest} elements, under min_offloaded_tensor_size "
                     f"{settings.min_offloaded_tensor_size}"
                 )
         return reasons
