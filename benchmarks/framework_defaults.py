@@ -641,7 +641,8 @@ ADAPTERS = {
         read=automodel,
         expected=_for(
             "an argument of what _target_ names, or of a section that no dataclass of these reads",
-            "_*", "autocast.*", "autopipeline*", "benchmark.*", "ci*", "checkpoint*", "clip_grad_norm.*", "comet*", "compile*",
+            "_*", "autocast.*", "autopipeline*", "benchmark.*", "ci*", "checkpoint*", "clip_grad_norm.*", "comet*",
+            "compile*",
             "data*", "dist_env.*", "embedding_row_repair.*", "fp8*", "longalign", "loss_fn.*", "mlflow*", "model.a*",
             "model.c*", "model.dtype", "model.force_hf", "model.load_base_model", "model.num_hidden_layers",
             "model.output_hidden_states", "model.pretrained_model_name_or_path", "model.t*", "model.use_*", "neftune.*",
