@@ -99,11 +99,7 @@ def _entries(node: Node, choices: Choices) -> list[Default]:
 
 
 def _named(package: str, group: str) -> str:
-    return "" if package == "_here_" else package or _package_of(group)
-
-
-def _package_of(group: str) -> str:
-    return group.strip("/").replace("/", ".")
+    return "" if package == "_here_" else package or group.strip("/").replace("/", ".")
 
 
 def package_in(text: str, default: Default, parent: str) -> str:
