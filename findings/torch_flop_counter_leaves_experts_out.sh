@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
 # torch 2.13.0, transformers 5.24.0: torch's FlopCounterMode, with which many compute the share of a GPU's speed that a
 # training reaches, counts the experts of a mixture of experts as nothing. It looks operations up in a list, and that of
-# grouped matrix products (`torch._grouped_mm`, which transformers 5 takes for experts unless told otherwise, and torchtitan
-# too) is not in it; what is not in the list counts 0, without a word. Of Qwen3-30B-A3B's products with weights these are 60 %
-# (by arithmetic), and all other experts of a model. Attention on a CPU is missing too, so a count that is made
-# without a GPU lacks it; the meta device has it.
+# grouped matrix products (`torch._grouped_mm`, which transformers 5 takes for experts unless told otherwise) is not in it;
+# what is not in the list counts 0, without a word. Of Qwen3-30B-A3B's products with weights these are 60 %, by arithmetic.
+# Attention on a CPU is missing too, so that a count that is made without a GPU lacks it; the meta device has it.
 # Guess before the run: both are counted, with a doubt about grouped products.
 # Seen on 2026-12-01, Python 3.11, bf16, 256 tokens; counted, of what the products of forward and backward need:
 #   experts one by one: 18,874,368 of 18,874,368

@@ -3,8 +3,8 @@
 # which a mask is made that keeps documents apart, if the model makes no cache. A model has to give the positions to the
 # function that makes the mask; 134 of 167 files of causal models do so. gpt-oss, AFMoE (Trinity), Granite 4's mixtures of
 # experts (GraniteMoeHybrid, here with attention alone) and OPT are among the others: with eager attention or sdpa each
-# document attends to those before it, and nothing is said. gpt-oss has no sdpa, so eager attention is what it
-# takes by itself. The step has no mask for each row either, so that memory planned from it is too small.
+# document attends to those before it, and nothing is said. gpt-oss has no sdpa, so eager attention is what it takes by
+# itself.
 # Guess before the run: all families with attention only keep documents apart.
 # Seen on 2026-12-01, Python 3.11, torch 2.13.0, two documents of 32 tokens in a row, use_cache=False; how far the second
 # one's logits are from those that it has alone, as a share of them:
