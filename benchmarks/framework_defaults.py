@@ -504,6 +504,10 @@ ADAPTERS = {
             "of Megatron-Core's GPTDatasetConfig, main of August 2026", "sft_mock_dataset_config_json",
             "varlen_mock_dataset_config_json", "varlen_sbhd_validation", prefix="dataset.",
         )
+        | _for(
+            _LATER, "tokenizer.use_gigatoken", "checkpoint.ckpt_fully_parallel_load_per_rank_objects",
+            "checkpoint.ckpt_pg_tensors_cache_*",
+        )
         | _for("an argument of the dataset", "dataset.dataset_kwargs.get_attention_mask_from_fusion")
         | _headed("bridge", "options of run_recipe.py")
         | _for("of the providers of models with images or sound", "model.freeze_*")
@@ -528,6 +532,7 @@ ADAPTERS = {
         packages=("verl==0.9.1", _BRIDGE, _CORE),
         read=verl,
         expected=_of_verl(f"{_ACTOR}.megatron", f"{_ACTOR}.optim", "actor_rollout_ref.model")
+        | _for("a field of AlgoConfig that its file leaves out", "algorithm.gdpo_reward_keys")
         | _for(
             _EARLIER, "trainer.use_legacy_worker_impl",
         )
@@ -552,7 +557,6 @@ ADAPTERS = {
         )
         | _for("of the rollout's class, for TensorRT-LLM", "actor_rollout_ref.rollout.moe_tensor_parallel_size")
         | _for("of a branch of verl", "critic.megatron.offload.*")
-        | _for("read of a job that trains with FSDP", f"{_ACTOR}.fsdp_config.use_orig_params")
         | _for(_VARIABLE, "ray_kwargs.ray_init.runtime_env.env_vars.*"),
     ),
     "verl-sft": Adapter(
@@ -584,11 +588,14 @@ ADAPTERS = {
         | _for(
             _EARLIER, "generator.gpu_memory_utilization", "generator.inference_engine_tensor_parallel_size",
             "generator.weight_transfer_threshold_cuda_ipc_GB", "trainer.use_sample_packing",
-            "generator.inference_engine.async_engine", "generator.backend",
+            "generator.inference_engine.async_engine", "generator.backend", "generator.async_engine",
+            "generator.enable_http_endpoint", "generator.http_endpoint_*", "generator.num_inference_engines",
+            "generator.run_engines_locally", "generator.weight_sync_backend",
         )
         | _for("arguments of the engine, in an open mapping", "generator.inference_engine.engine_init_kwargs.*")
         | _for("no module is excluded, either way", "trainer.policy.model.lora.exclude_modules")
         | _for("of SkyRL's examples", "trainer.algorithm.overlong_buffer_*", "trainer.num_dummy_steps")
+        | _for("of forks with Liger's kernels", "trainer.ref.use_liger_kernel")
         | _for("main_base.py reads it before the configuration", "trainer.override_entrypoint"),
     ),
     "skyrl-sft": Adapter(
@@ -634,7 +641,8 @@ ADAPTERS = {
         read=automodel,
         expected=_for(
             "an argument of what _target_ names, or of a section that no dataclass of these reads",
-            "_*", "autopipeline*", "benchmark.*", "ci*", "checkpoint*", "clip_grad_norm.*", "comet*", "compile*",
+            "_*", "autocast.*", "autopipeline*", "benchmark.*", "ci*", "checkpoint*", "clip_grad_norm.*", "comet*",
+            "compile*",
             "data*", "dist_env.*", "embedding_row_repair.*", "fp8*", "longalign", "loss_fn.*", "mlflow*", "model.a*",
             "model.c*", "model.dtype", "model.force_hf", "model.load_base_model", "model.num_hidden_layers",
             "model.output_hidden_states", "model.pretrained_model_name_or_path", "model.t*", "model.use_*", "neftune.*",

@@ -51,8 +51,7 @@ def native_gradients(softmax: torch.Tensor, *operands: torch.Tensor) -> torch.Te
     Returns:
         The gradient of the logits: bf16, whatever type the logits have.
     """
-    gradient: torch.Tensor = _eager_gradients(softmax.clone(), *operands)
-    return gradient
+    return _eager_gradients(softmax.clone(), *operands)
 
 
 def te_parallel_cross_entropy(
@@ -69,8 +68,7 @@ def te_parallel_cross_entropy(
         The losses, fp32 [tokens, sequences].
     """
     function = _CrossEntropyOfCopy if imitated().cross_entropy == "copies logits" else _CrossEntropyWithGradient
-    losses: torch.Tensor = function.apply(logits, labels, group)
-    return losses
+    return function.apply(logits, labels, group)
 
 
 class _CrossEntropyWithGradient(torch.autograd.Function):

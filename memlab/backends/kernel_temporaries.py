@@ -17,8 +17,7 @@ _ROWS_PER_THREAD = 10
 def embedding(indices: torch.Tensor, weight: torch.Tensor, norm_type: float = 2.0, **options: Any) -> torch.Tensor:
     """Replaces ``torch.nn.functional.embedding``, which Megatron calls without options."""
     assert not any(options.values()), options
-    result: torch.Tensor = _Embedding.apply(weight, indices)
-    return result
+    return _Embedding.apply(weight, indices)
 
 
 class _Embedding(torch.autograd.Function):
@@ -120,8 +119,7 @@ def logsumexp(values: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Te
     These are the maxima, which of them are infinite, and the exponentials (``logsumexp_out_impl`` in
     ``aten/src/ATen/native/ReduceOps.cpp``; request by request as an H200's, torch 2.11).
     """
-    result: torch.Tensor = _LogSumExp.apply(values, dim, keepdim)
-    return result
+    return _LogSumExp.apply(values, dim, keepdim)
 
 
 class _LogSumExp(torch.autograd.Function):

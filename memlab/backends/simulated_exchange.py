@@ -276,10 +276,7 @@ def _indices_to_multihot(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Replaces the method of Megatron's ``_DeepepManager``, of whose masks fake tensors do not know the rows."""
     num_rows = int(manager.tokens_per_expert.sum())
-    result: tuple[torch.Tensor, torch.Tensor] = _Multihot.apply(
-        probabilities, indices, manager.num_local_experts, num_rows
-    )
-    return result
+    return _Multihot.apply(probabilities, indices, manager.num_local_experts, num_rows)
 
 
 class _Multihot(torch.autograd.Function):

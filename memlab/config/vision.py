@@ -65,6 +65,23 @@ _QWEN2_5_VL = {
     "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
 }  # fmt: skip
 _QWEN3_VL = {"num_heads": 16, "num_position_embeddings": 2304, "patch_size": 16, "spatial_merge_size": 2}
+
+
+def _qwen(
+    model_type: str, language_model: str, width: int, num_parameters: int, *published: str, **config: Any
+) -> VisionTower:
+    """Makes a tower of images of any size, from what its own ``vision_config`` has."""
+    usual = _QWEN3_VL if model_type == "qwen3_vl" else _QWEN2_5_VL
+    return VisionTower(
+        model_type=model_type,
+        published=published,
+        language_model=language_model,
+        width=width,
+        config=usual | {"out_hidden_size": width} | config,
+        num_parameters=num_parameters,
+    )
+
+
 VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
     {
         # https://huggingface.co/google/gemma-3-4b-it/blob/main/config.json
@@ -83,53 +100,15 @@ VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
             patches_of_token=16,
         ),
         # https://huggingface.co/Qwen/Qwen3-VL-4B-Instruct/blob/main/config.json, and likewise
-        "qwen3-vl-2b": VisionTower(
-            model_type="qwen3_vl",
-            published=("qwen3-vl-2b",),
-            language_model="qwen3-1.7b",
-            width=2048,
-            config=_QWEN3_VL
-            | {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048}
-            | {"deepstack_visual_indexes": [5, 11, 17]},
-            num_parameters=406_957_056,
-        ),
-        "qwen3-vl-4b": VisionTower(
-            model_type="qwen3_vl",
-            published=("qwen3-vl-4b",),
-            language_model="qwen3-4b",
-            width=2560,
-            config=_QWEN3_VL
-            | {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2560}
-            | {"deepstack_visual_indexes": [5, 11, 17]},
-            num_parameters=415_347_712,
-        ),
-        "qwen3-vl-8b": VisionTower(
-            model_type="qwen3_vl",
-            published=("qwen3-vl-8b",),
-            language_model="qwen3-8b",
-            width=4096,
-            config=_QWEN3_VL
-            | {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "out_hidden_size": 4096}
-            | {"deepstack_visual_indexes": [8, 16, 24]},
-            num_parameters=576_388_336,
-        ),
+        "qwen3-vl-2b": _qwen("qwen3_vl", "qwen3-1.7b", 2048, 406_957_056, "qwen3-vl-2b", depth=24, hidden_size=1024,
+                             intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17]),
+        "qwen3-vl-4b": _qwen("qwen3_vl", "qwen3-4b", 2560, 415_347_712, "qwen3-vl-4b", depth=24, hidden_size=1024,
+                             intermediate_size=4096, deepstack_visual_indexes=[5, 11, 17]),
+        "qwen3-vl-8b": _qwen("qwen3_vl", "qwen3-8b", 4096, 576_388_336, "qwen3-vl-8b", depth=27, hidden_size=1152,
+                             intermediate_size=4304, deepstack_visual_indexes=[8, 16, 24]),
         # https://huggingface.co/Qwen/Qwen2.5-VL-3B-Instruct/blob/main/config.json, and likewise
-        "qwen2.5-vl-3b": VisionTower(
-            model_type="qwen2_5_vl",
-            published=("qwen2.5-vl-3b",),
-            language_model="qwen2.5-3b",
-            width=2048,
-            config=_QWEN2_5_VL | {"out_hidden_size": 2048},
-            num_parameters=668_684_288,
-        ),
-        "qwen2.5-vl-7b": VisionTower(
-            model_type="qwen2_5_vl",
-            published=("qwen2.5-vl-7b",),
-            language_model="qwen2.5-7b",
-            width=3584,
-            config=_QWEN2_5_VL | {"out_hidden_size": 3584},
-            num_parameters=676_550_144,
-        ),
+        "qwen2.5-vl-3b": _qwen("qwen2_5_vl", "qwen2.5-3b", 2048, 668_684_288, "qwen2.5-vl-3b"),
+        "qwen2.5-vl-7b": _qwen("qwen2_5_vl", "qwen2.5-7b", 3584, 676_550_144, "qwen2.5-vl-7b"),
         "gemma-3-tiny": VisionTower(
             model_type="gemma3",
             language_model="gemma-3-270m",
@@ -142,24 +121,11 @@ VISION_TOWERS: Mapping[str, VisionTower] = MappingProxyType(
             num_parameters_of_projector=41_024,
             patches_of_image=64,
         ),
-        "qwen3-vl-tiny": VisionTower(
-            model_type="qwen3_vl",
-            language_model="qwen3-dense-tiny",
-            width=128,
-            config=_QWEN3_VL
-            | {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 128, "num_heads": 2}
-            | {"deepstack_visual_indexes": [0, 1], "patch_size": 4},
-            num_parameters=551_296,
-        ),
-        "qwen2.5-vl-tiny": VisionTower(
-            model_type="qwen2_5_vl",
-            language_model="qwen2.5-tiny",
-            width=128,
-            config=_QWEN2_5_VL
-            | {"depth": 3, "hidden_size": 64, "intermediate_size": 128, "out_hidden_size": 128, "num_heads": 2}
-            | {"fullatt_block_indexes": [1], "patch_size": 4, "window_size": 16},
-            num_parameters=229_888,
-        ),
+        "qwen3-vl-tiny": _qwen("qwen3_vl", "qwen3-dense-tiny", 128, 551_296, depth=3, hidden_size=64,
+                               intermediate_size=128, num_heads=2, deepstack_visual_indexes=[0, 1], patch_size=4),
+        "qwen2.5-vl-tiny": _qwen("qwen2_5_vl", "qwen2.5-tiny", 128, 229_888, depth=3, hidden_size=64,
+                                 intermediate_size=128, num_heads=2, fullatt_block_indexes=[1], patch_size=4,
+                                 window_size=16),
     }
-)
+)  # fmt: skip
 assert get_args(VisionTowerName) == tuple(VISION_TOWERS), "each tower has a name that the option's row lists"

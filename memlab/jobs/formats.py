@@ -27,7 +27,7 @@ from memlab.jobs.frameworks.registry import (
     framework_of_keys,
 )
 from memlab.jobs.frameworks.torchtitan import TORCHTITAN
-from memlab.jobs.hydra_defaults import SELF, Default, defaults_of, merge_over, package_in, placed
+from memlab.jobs.hydra_defaults import SELF, Choices, Default, defaults_of, merge_over, package_in, placed
 from memlab.jobs.interpolation import resolve
 from memlab.jobs.model_args import model_args, take_file_of_a_launcher
 from memlab.jobs.pbs import with_nodes
@@ -188,6 +188,14 @@ def _text(path: Path) -> tuple[str, bool]:
     return text, not rest
 
 
+def _text_of_configuration(base: Path) -> str:
+    """Returns the text of a configuration that a job names; no real one is as large as a log."""
+    content, is_whole = _text(base)
+    if not is_whole or len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
+        raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
+    return content
+
+
 def _toml_format(text: str, path: Path, format_name: str | None) -> tuple[str, Entries]:
     if format_name is not None:
         raise ValueError(
@@ -275,12 +283,18 @@ def _collapse_targets(entries: Entries) -> None:
 
 
 def _with_defaults(
-    root: Node, path: Path, named: list[Path], chain: tuple[Path, ...] = (), package: str = ""
+    root: Node,
+    path: Path,
+    named: list[Path],
+    chain: tuple[Path, ...] = (),
+    package: str = "",
+    choices: Choices | None = None,
 ) -> Entries:
     """Returns the keys of a file over those of the files that its key ``defaults`` names.
 
     Args:
         named: Every file that was read so far; those that this one names are appended.
+        choices: Of the command, and of the files that named this one.
         chain: The files that named this one, each the next.
         package: The mapping that gets the file's keys.
 
@@ -296,16 +310,16 @@ def _with_defaults(
         return own
     searched = _searched(root, path) if not chain else []
     chain = (*chain, path.resolve())
-    merged, is_placed = Entries(), False
-    for default in defaults_of(defaults):
+    merged, is_placed, choices = Entries(), False, choices or Choices()
+    for default in defaults_of(defaults, choices):
         if default.name == SELF:
             merge_over(merged, own)
             is_placed = True
             continue
         base = _file_of_default(default, path, chain[0], searched)
         if base is not None:
-            merge_over(merged, _of_default(default, base, path, named, chain, package))
-        elif not default.is_optional:
+            merge_over(merged, _of_default(default, base, path, named, chain, package, choices))
+        elif not default.is_optional and default.overrides not in choices.taken:
             line = Line(default.line, path.name) if chain[1:] else default.line
             merged.warnings.append(_takes_no_file(line, default))
     if not is_placed:
@@ -319,7 +333,13 @@ def _takes_no_file(line: int, default: Default) -> str:
 
 
 def _of_default(
-    default: Default, base: Path, path: Path, named: list[Path], chain: tuple[Path, ...], package: str
+    default: Default,
+    base: Path,
+    path: Path,
+    named: list[Path],
+    chain: tuple[Path, ...],
+    package: str,
+    choices: Choices,
 ) -> Entries:
     """Returns the keys of a file that another one names."""
     where = f"{path.name}, line {default.line}: the defaults name"
@@ -328,11 +348,9 @@ def _of_default(
     named.append(base)
     if len(named) > _MOST_DEFAULTS:
         raise ValueError(f"{where} more than {_MOST_DEFAULTS} files: give the resolved configuration")
-    content, _ = _text(base)
-    if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
-        raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
+    content = _text_of_configuration(base)
     root, package = read_yaml(content, base.name), package_in(content, default, package)
-    return _with_defaults(root, base, named, chain, package).of_file(base.name)
+    return _with_defaults(root, base, named, chain, package, choices).of_file(base.name)
 
 
 def _file_of_default(default: Default, path: Path, first: Path, searched: list[Path]) -> Path | None:
@@ -544,7 +562,7 @@ def _by_its_configuration(script: Script, path: Path) -> tuple[str, Command] | N
 
 
 def _keys_of(file: Path) -> list[str]:
-    root = read_yaml(_text(file)[0], file.name)
+    root = read_yaml(_text_of_configuration(file), file.name)
     return [*_with_defaults(root, file, [file]).by_key, *root.value]
 
 
@@ -664,7 +682,7 @@ def _take_configuration(
         if entry.is_unknown or not is_file(base):
             _take_missing_configuration(name, entry, framework, entries)
             continue
-        _take_configuration_file(base, framework, entries)
+        _take_configuration_file(base, words, framework, entries)
 
 
 def _said_of_place(entry: Entry, base: Path, *, is_alone: bool, is_elsewhere: bool) -> list[str]:
@@ -717,10 +735,15 @@ def _of_another_machine(folder: str, where: Path, base: Path, path: Path) -> lis
     return [up / end for end in ends for up in path.absolute().parents]
 
 
-def _take_configuration_file(base: Path, framework: Framework, entries: Entries) -> None:
-    """Takes the keys of a configuration, and of those that it names."""
-    root, read = read_yaml(_text(base)[0], base.name), [base]
-    own = _with_defaults(root, base, read)
+_GROUP = re.compile(r"\+{0,2}([\w/]+(?:@[\w.]+)?)=(\w[\w/]*)")
+"""An override that chooses the option of a group, or sets a key of the top."""
+
+
+def _take_configuration_file(base: Path, words: list[tuple[str, int]], framework: Framework, entries: Entries) -> None:
+    """Takes the keys of a configuration, and of those that it names; the command may choose among these."""
+    root, read = read_yaml(_text_of_configuration(base), base.name), [base]
+    choices = Choices({found[1]: found[2] for word, _ in words if (found := _GROUP.fullmatch(word)) is not None})
+    own = _with_defaults(root, base, read, choices=choices)
     _take_named_defaults(root, read, framework, own)
     own.of_file(base.name)
     entries.merge(own)
@@ -740,7 +763,7 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
         read_recipe(words, path, entries)
     if not any(word.startswith("--config") for word, _ in words):
         entries.program = program
-        _take_configuration_of_program(path, framework, entries)
+        _take_configuration_of_program(words, path, framework, entries)
         _take_file_in_source(path, framework, entries)
     elif framework.knows("config_name"):
         entries.program = program
@@ -765,7 +788,9 @@ def _program_of(words: list[tuple[str, int]]) -> Entry | None:
     return None
 
 
-def _take_configuration_of_program(path: Path, framework: Framework, entries: Entries) -> None:
+def _take_configuration_of_program(
+    words: list[tuple[str, int]], path: Path, framework: Framework, entries: Entries
+) -> None:
     """Takes the configuration that the source of a job's own program names, where both lie near the script."""
     named = _named_for_hydra(entries.program, path, framework, entries.started_in)
     if entries.program is None:
@@ -791,7 +816,7 @@ def _take_configuration_of_program(path: Path, framework: Framework, entries: En
             "--set"
         )
         return
-    _take_configuration_file(base, framework, entries)
+    _take_configuration_file(base, words, framework, entries)
 
 
 def _take_other_defaults(name: str, named_by: Entry, framework: Framework, entries: Entries) -> None:
@@ -824,7 +849,7 @@ def _take_file_in_source(path: Path, framework: Framework, entries: Entries) -> 
     entries.warnings.append(
         f"{program.place}: the command names no configuration, so {Path(str(program.value)).name} reads {base.name}"
     )
-    own = _with_defaults(read_yaml(_text(base)[0], base.name), base, []).of_file(base.name)
+    own = _with_defaults(read_yaml(_text_of_configuration(base), base.name), base, []).of_file(base.name)
     entries.merge(own)
     entries.warnings += own.warnings
 
@@ -948,10 +973,7 @@ def _argument_file(
             "there, or give its keys with --set"
         )
         return None
-    content, _ = _text(base)
-    if len(content) > _MOST_BYTES_OF_A_CONFIGURATION:
-        raise ValueError(f"{base.name} has more than 2 MiB: {_ACTION}")
-    return read_yaml(content.replace("\t", " "), base.name)  # JSON is YAML
+    return read_yaml(_text_of_configuration(base).replace("\t", " "), base.name)  # JSON is YAML
 
 
 def _chosen(script: Script, framework: str, warnings: list[str]) -> Command | None:

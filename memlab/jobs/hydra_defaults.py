@@ -7,7 +7,7 @@ The rules are those of Hydra 1.3 ("The Defaults List"), and for names that end i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from memlab.jobs.entries import Entries
@@ -30,14 +30,47 @@ class Default:
     package: str = ""
     """The mapping that gets the keys, below that of the file with the list, or behind ``_global_`` below the top."""
     is_optional: bool = False
+    overrides: str = ""
+    """The group, as other lists have it, of which the entry only chooses the option."""
 
 
-def defaults_of(node: Node) -> list[Default]:
-    """Returns the entries of a list of defaults, or of a single one."""
-    return [each for one in (node.value if isinstance(node.value, list) else [node]) for each in _entries(one)]
+@dataclass(slots=True)
+class Choices:
+    """Which options are chosen for groups, such as ``model_engine`` and ``actor@actor_rollout_ref.actor``."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Those of the command, and of the files from the first one on: what is chosen first counts."""
+    taken: set[str] = field(default_factory=set)
+    """The groups that a list has, for which ``override`` chooses."""
+
+    def of(self, group: str, option: Any) -> Any:
+        """Returns the option of a group in a list; ``${model_engine}_actor`` has the option of another one in it."""
+        self.taken.add(group)
+        option = self.options.get(group, option)
+        if isinstance(option, str):
+            option = _OPTION.sub(lambda found: str(self.options.get(found[1], found[0])), option)
+        return self.options.setdefault(group, option)
 
 
-def _entries(node: Node) -> list[Default]:
+_OPTION = re.compile(r"\$\{([\w/@.]{1,200})\}")
+
+
+def defaults_of(node: Node, choices: Choices | None = None) -> list[Default]:
+    """Returns the entries of a list of defaults, or of a single one.
+
+    Args:
+        choices: Of the command and of the files that name this one; they get those of this list.
+    """
+    choices = Choices() if choices is None else choices
+    listed = node.value if isinstance(node.value, list) else [node]
+    for one in listed:
+        for key, option in one.value.items() if isinstance(one.value, dict) else ():
+            if key.startswith("override "):
+                choices.options.setdefault(key.split()[-1], option.value)
+    return [each for one in listed for each in _entries(one, choices)]
+
+
+def _entries(node: Node, choices: Choices) -> list[Default]:
     if isinstance(node.value, str):
         name, _, package = node.value.partition("@")
         is_file = name.endswith((".yaml", ".yml"))
@@ -46,13 +79,16 @@ def _entries(node: Node) -> list[Default]:
     if not isinstance(node.value, dict) or len(node.value) != 1:
         return [Default("of a group", node.line)]
     ((key, option),) = node.value.items()
-    *words, group = key.split()
-    group, at, package = group.partition("@")
-    if option.value is None:
+    *words, name = key.split()
+    group, at, package = name.partition("@")
+    if "override" in words:
+        return [] if option.value is None else [Default(f"of the group {group}", node.line, overrides=name)]
+    value = [one.value for one in option.value] if isinstance(option.value, list) else option.value
+    chosen = choices.of(name, value)
+    if chosen is None:
         return []
-    options: list[Any] = [one.value for one in option.value] if isinstance(option.value, list) else [option.value]
-    is_known = "override" not in words and all(isinstance(one, str) and "${" not in one for one in options)
-    if not is_known:
+    options: list[Any] = chosen if isinstance(chosen, list) else [chosen]
+    if not all(isinstance(one, str) and "${" not in one for one in options):
         return [Default(f"of the group {group}", node.line)]
     return [
         Default(
@@ -63,11 +99,7 @@ def _entries(node: Node) -> list[Default]:
 
 
 def _named(package: str, group: str) -> str:
-    return "" if package == "_here_" else package or _package_of(group)
-
-
-def _package_of(group: str) -> str:
-    return group.strip("/").replace("/", ".")
+    return "" if package == "_here_" else package or group.strip("/").replace("/", ".")
 
 
 def package_in(text: str, default: Default, parent: str) -> str:

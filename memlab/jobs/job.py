@@ -157,7 +157,8 @@ class Job:
         }
         entries.environment = entries.environment | environment
         own = {key.name for key in framework.keys}
-        _override(framework, entries, {k: text for k, text in given.items() if k not in environment or k in own})
+        given_keys = {k: text for k, text in given.items() if k not in environment or k in own}
+        unlisted = _override(framework, entries, given_keys)
         entries = framework.own_entries(entries)
         reading = Reading(path=path, entries=entries, version=version, warnings=list(entries.warnings))
         if version is None and (around := framework.version_around(reading.started)) is not None:
@@ -176,11 +177,12 @@ class Job:
         if world_size is not None:
             reading.values["world_size"] = world_size
         job = _as_in_file(_built(cls, framework, reading, architecture, fields_only), framework.as_in_file)
+        _check_read(unlisted, reading)
         missing = {one.key for one in job.not_modelled}
         for own_name, (_, table) in OF_OTHER_MODELS.items():
             # A second model's table has the name of the first one's, and what the second one is.
             if own_name.rpartition("-")[0] == framework.name and not missing.isdisjoint(table.decided_by):
-                again = [f"{key}={text}" for key, text in given.items()]
+                again = [f"{key}={text}" for key, text in given.items() if key not in unlisted]
                 second = cls._read(path, own_name, again, version, None, world_size, arguments, fields_only)
                 if table.is_teacher:
                     job = _with_teacher(job, second)
@@ -256,20 +258,31 @@ def _pair(text: str) -> tuple[str, str]:
     return key, value
 
 
-def _override(framework: Framework, entries: Entries, given: dict[str, str]) -> None:
+def _override(framework: Framework, entries: Entries, given: dict[str, str]) -> dict[str, str]:
+    """Takes values above the file's; returns the keys in no list, each with its refusal if nobody reads it."""
     overrides = Entries()
     for name, text in given.items():
         if framework.style == "flags":
             overrides.add(name.replace("-", "_"), parse_value(text), None)
         else:
             add_override(overrides, name, text, None)
+    unlisted = {}
     for key in overrides.by_key:
         if key not in entries.by_key and not framework.knows(key):
             names = {*framework.names(), *entries.environment, *entries.not_exported}
             near = difflib.get_close_matches(key, sorted(names), 1, 0.5)
             mean = f"did you mean {near[0]}" if near else f"memlab job lists the keys of {framework.title}"
-            raise ValueError(f"--set has the key {shortened(key)}, which memlab does not know: {mean}")
+            unlisted[key] = f"--set has the key {shortened(key)}, which memlab does not know: {mean}"
     entries.merge(overrides)
+    return unlisted
+
+
+def _check_read(unlisted: dict[str, str], reading: Reading) -> None:
+    """Checks that a framework's module read each key of `_override` in code."""
+    read = reading.known | {one.key for one in reading.taken}
+    for key, refusal in unlisted.items():
+        if key not in read:
+            raise ValueError(refusal)
 
 
 def _built(

@@ -15,7 +15,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import closing, contextmanager, suppress
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memlab.backends.host_system import free_host_memory_bytes
 from memlab.config.scenario import Scenario
@@ -32,8 +32,10 @@ from memlab.lab.kept_predictions import KeptPredictions
 from memlab.lab.search_steps import NO_GPU, Predictor
 from memlab.ranks.balanced import Balanced, CallLostError
 from memlab.ranks.local_processes import LocalProcesses
-from memlab.ranks.ranks import Ranks
 from memlab.units import GIB, format_bytes, remaining
+
+if TYPE_CHECKING:
+    from memlab.ranks.ranks import Ranks
 
 SERVED = "memlab.lab.preloaded:Predictor"
 _PROCESS_BYTES = GIB
@@ -72,13 +74,14 @@ def open_workers(
         say: Called with a line if host memory is short.
     """
     how: dict[str, Any] = {"replay": replay, "backend": backend, "not_modelled": not_modelled}
-    how["kept"] = kept if replay and backend == KEPT_BACKEND and not isinstance(engines, Ranks) else None
+    is_here = engines is None or isinstance(engines, int)
+    how["kept"] = kept if replay and backend == KEPT_BACKEND and is_here else None
     number = _num_processes(at_most, say) if engines is None else engines
     if number in (0, 1) and not apart:
         with closing(_ThisProcess()) as alone:
             yield Workers(alone, **how)
         return
-    places = number if isinstance(number, Ranks) else LocalProcesses(number, IMPORTS)
+    places = LocalProcesses(number, IMPORTS) if isinstance(number, int) else number
     with Balanced(places, SERVED, NO_GPU) as balanced:
         yield Workers(balanced, **how)
 

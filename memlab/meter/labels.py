@@ -318,8 +318,7 @@ class one_kernel:  # noqa: N801  # a context, as those of contextlib
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             labels = _active()
             if labels is not None and labels.on_kernel is not None and not labels.fused_depth:
-                result: _R = labels.on_kernel(function, args, kwargs)
-                return result
+                return labels.on_kernel(function, args, kwargs)
             with one_kernel():
                 return function(*args, **kwargs)
 

@@ -33,8 +33,7 @@ _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-define
 
 def module_of(node: Any) -> int:
     """Returns the code of the module in which an autograd node was made; 0 if no tracked module made it."""
-    code: int = node.metadata.get(_MODULE_KEY, 0)
-    return code
+    return node.metadata.get(_MODULE_KEY, 0)
 
 
 class ModuleTracker:

@@ -14,15 +14,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
-
-import ipyparallel
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from memlab.ranks import engine
-from memlab.ranks.group import SILENT_SECONDS
 from memlab.ranks.local_processes import LocalProcess, LocalProcesses
-from memlab.ranks.messages import read, request
-from memlab.ranks.ranks import ANSWER_SECONDS, NO_ENGINE, Engine, Ranks, why_lost
+from memlab.ranks.messages import SILENT_SECONDS, read, request
+
+if TYPE_CHECKING:
+    from memlab.ranks.ranks import Engine, Ranks
 
 MOST_TRIES = 3
 _POLL_SECONDS = 1.0
@@ -227,7 +226,11 @@ class Balanced:
         Raises:
             _EngineLostError: If there is none. An engine that hangs is ended, if it runs on this machine.
         """
-        assert isinstance(self._ranks, Ranks)
+        import ipyparallel  # as long as all that a search imports without torch, which rarely has such an engine
+
+        from memlab.ranks.ranks import ANSWER_SECONDS, NO_ENGINE, why_lost
+
+        assert not isinstance(self._ranks, LocalProcesses)
         try:
             with self._changed:  # so that nothing is sent after `close` has ended the processes
                 if self._closed:

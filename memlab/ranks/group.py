@@ -16,7 +16,7 @@ from typing import Any
 import ipyparallel
 
 from memlab.ranks import engine
-from memlab.ranks.messages import read, request
+from memlab.ranks.messages import SILENT_SECONDS, read, request
 from memlab.ranks.rank_process import Whereabouts
 from memlab.ranks.ranks import ANSWER_SECONDS, NO_ENGINE, Engine, Ranks, why_lost
 
@@ -24,8 +24,6 @@ _POLL_SECONDS = 0.5
 """How long an engine waits for a message before it answers that there is none."""
 _GRACE_SECONDS = 3.0
 """After the first error, how long the other ranks have to end by themselves."""
-SILENT_SECONDS = 20.0
-"""A process that has not said for so long that it lives has stopped, or its host is out of memory."""
 STALL_SECONDS = 20.0
 """Ranks of which none has moved for so long, and none computes, wait for each other."""
 _IDLE_CPU_SECONDS = 0.1

@@ -6,6 +6,9 @@ import pickle
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+SILENT_SECONDS = 20.0
+"""A process that has not said for so long that it lives has stopped, or its host is out of memory."""
+
 
 def request(number: int, method: str, args: tuple[Any, ...]) -> bytes:
     """Returns a request to call a method; number 0 is called at once, next to other calls, and has no answer."""

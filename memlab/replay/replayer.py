@@ -96,8 +96,7 @@ class Replayer:
         one.saves_input = source.saves_input
         if one.saves_input is None:
             one.saves_input = source.input is not None and source.input.num_bytes > 0
-        result: torch.Tensor = _StandIn.apply(given, self, one, known, leaf)
-        return result
+        return _StandIn.apply(given, self, one, known, leaf)
 
     def forward_without_graph(self, one: Pass, known: Known) -> torch.Tensor:
         """Replays a layer in the forward pass of its checkpoint, and returns its output."""

@@ -164,5 +164,4 @@ def _first_of(live: LiveModel, done: _Done) -> _FirstUpdate | None:
 
 def _scales_of(optimizer: Any) -> dict[Any, Any]:
     """Returns the scales of states of lower precision, which `memlab.backends.fused_adam.FusedAdam` has."""
-    scales: dict[Any, Any] = getattr(optimizer, "_scales", {})
-    return scales
+    return getattr(optimizer, "_scales", {})

@@ -358,6 +358,10 @@ def test_mbridge_fuses_the_activation_and_not_the_accumulation(tmp_path: Path) -
     vanilla = f"{ACTOR}.megatron.vanilla_mbridge=True"
     assert (fusions(), fusions(vanilla)) == ((False, True), (True, False))
     assert fusions(vanilla, f"{MODEL}.bias_activation_fusion=False") == (False, False)
+    # engine/megatron.yaml has vanilla_mbridge True in 0.7.0 to 0.8.0, and False in 0.9.0.
+    for release, expected in (("0.7.1", (True, False)), ("0.8.0", (True, False)), ("0.9.1", (False, True))):
+        (tmp_path / "requirements.txt").write_text(f"verl=={release}\n")
+        assert fusions() == expected
 
 
 RECIPE = "torchrun --nproc_per_node=8 scripts/training/run_recipe.py --recipe qwen3_30b_a3b_pretrain_config "

@@ -1086,3 +1086,43 @@ def test_padded_rows_are_named_once(tmp_path: Path) -> None:
     )
     job = _read(tmp_path / "run.sh", VERL.format(keys))
     assert sum("rows are padded" in one.reason for one in job.not_modelled) == 1
+
+
+_GROUPS = {
+    "ppo_trainer.yaml": "defaults:\n  - model_engine: dp\n  - actor@actor_rollout_ref.actor: ${model_engine}_actor\n"
+    "  - _self_\ntrainer: {n_gpus_per_node: 8}\n",
+    "own.yaml": "defaults:\n  - ppo_trainer\n  - override model_engine: megatron\n  - _self_\n",
+    "model_engine/dp.yaml": "# @package _global_\nmodel_engine: dp\n",
+    "model_engine/megatron.yaml": "# @package _global_\nmodel_engine: megatron\n",
+    "actor/dp_actor.yaml": "strategy: fsdp\nppo_micro_batch_size_per_gpu: 1\nfsdp_config: {param_offload: true}\n",
+    "actor/megatron_actor.yaml": "strategy: megatron\nppo_micro_batch_size_per_gpu: 2\n"
+    "megatron: {tensor_model_parallel_size: 2, override_ddp_config: {grad_reduce_in_fp32: true}}\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "engine", "rows"),
+    [
+        ("ppo_trainer", "", "fsdp2", 1),
+        ("ppo_trainer", "model_engine=megatron", "megatron", 2),
+        ("own", "", "megatron", 2),
+        ("own", "model_engine=dp", "fsdp2", 1),
+        ("ppo_trainer", "actor@actor_rollout_ref.actor=megatron_actor model_engine=megatron", "megatron", 2),
+    ],
+)
+def test_one_group_of_a_configuration_names_the_option_of_another(
+    name: str, overrides: str, engine: str, rows: int, tmp_path: Path
+) -> None:
+    """As verl's ppo_trainer.yaml since 0.7; a command's choice counts over a file's, and that over another file's."""
+    for file, text in _GROUPS.items():
+        (tmp_path / "config" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "config" / file).write_text(text)
+    (tmp_path / "train.py").write_text(DECORATOR.replace("ppo_trainer", name))
+    command = f"python train.py {overrides} actor_rollout_ref.model.path=Qwen/Qwen3-8B algorithm.adv_estimator=grpo"
+    job = _read(tmp_path / "run.sh", f"{command} actor_rollout_ref.actor.ppo_mini_batch_size=16\n")
+    values = {one.key: one.value for one in job.taken}
+    assert values["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == rows
+    assert values.get("actor_rollout_ref.actor.megatron.tensor_model_parallel_size", 1) == rows
+    assert (job.scenario is None or job.scenario.engine == engine) and not [
+        one for one in job.warnings if "not beside the file" in one
+    ]

@@ -692,6 +692,8 @@ def test_set_never_does_nothing(tmp_path: Path) -> None:
     )
     job = Job.read(script_of_verl, overrides=["train_tp=4", f"{ACTOR}.ppo_micro_batch_size_per_gpu=1"])
     assert job.required()[0].layout.tensor_model_parallel_size == 4
+    key = f"{ACTOR}.megatron.sequence_parallel"  # which verl's module reads in code, and has in no list
+    assert "sequence_parallel is False" in str(Job.read(script_of_verl, overrides=[f"{key}=false"]).cannot_start)
     arrays = write(tmp_path, "arrays.sh", f'MORE=()\n{TRAIN} "${{MORE[@]}}"\n')
     job = Job.read(arrays, overrides=["MORE=--tensor-model-parallel-size 2"])
     assert job.required()[0].layout.tensor_model_parallel_size == 2
@@ -999,6 +1001,23 @@ def test_a_huge_file_is_not_read_whole(tmp_path: Path) -> None:
     path.write_text("echo a\n" * 500_000)
     with pytest.raises(ValueError, match="has more than 2 MiB"):
         Job.read(path)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python examples/run_grpo.py --config big.yaml",
+        "python -m verl.trainer.main_ppo --config-path . --config-name big.yaml model_engine=megatron",
+        "python finetune.py --config big.yaml",
+    ],
+)
+def test_a_large_configuration_that_a_command_names_is_not_cut(command: str, tmp_path: Path) -> None:
+    """The keys at its end count over those before them."""
+    text = "policy: {model_name: Qwen/Qwen3-8B}\ncluster: {gpus_per_node: 8}\n" + "# padding\n" * 900_000
+    (tmp_path / "big.yaml").write_text(text)
+    (tmp_path / "run.sh").write_text(command)
+    with pytest.raises(ValueError, match=r"big\.yaml has more than 2 MiB"):
+        Job.read(tmp_path / "run.sh")
 
 
 def test_the_lines_for_the_same_framework_are_only_what_differs(tmp_path: Path) -> None:

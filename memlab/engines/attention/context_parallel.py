@@ -141,8 +141,7 @@ def exchange(send: torch.Tensor, receive: torch.Tensor, group: Any, *, step: int
         torch.distributed.P2POp(torch.distributed.isend, send, to, group),
         torch.distributed.P2POp(torch.distributed.irecv, receive, source, group),
     ]
-    requests: list[Any] = torch.distributed.batch_isend_irecv(operations)
-    return requests
+    return torch.distributed.batch_isend_irecv(operations)
 
 
 def _tile(rank: int, owner: int, num_tokens: int) -> tuple[slice, slice, bool]:

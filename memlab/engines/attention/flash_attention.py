@@ -64,8 +64,7 @@ def flash_attention(
         output = AllToAllAttention.apply(*rows, scale, group, None, None, _OF_RANKS)
     else:
         output = context_parallel.RingAttention.apply(*rows, scale, group, _OF_RANKS)
-    result: torch.Tensor = output.flatten(2).transpose(0, 1).contiguous()
-    return result
+    return output.flatten(2).transpose(0, 1).contiguous()
 
 
 Run = Callable[[Callable[[], tuple[torch.Tensor, ...]]], tuple[torch.Tensor, ...]]
@@ -131,8 +130,7 @@ def packed_flash_attention(
     if group is None:
         return packed_flash_attention_of_views(query, key, value, scale, ends).flatten(1)
     ring = packed_context_parallel.PackedRingAttention
-    output: torch.Tensor = ring.apply(query, key, value, scale, ends, group, _OF_A_PACKED_RING)
-    return output
+    return ring.apply(query, key, value, scale, ends, group, _OF_A_PACKED_RING)
 
 
 def packed_flash_attention_of_views(
@@ -152,8 +150,7 @@ def packed_flash_attention_of_views(
     Returns:
         Shape [tokens, heads, channels].
     """
-    output: torch.Tensor = _PackedFlashAttention.apply(query, key, value, scale, ends, run)
-    return output
+    return _PackedFlashAttention.apply(query, key, value, scale, ends, run)
 
 
 class _PackedFlashAttention(torch.autograd.Function):

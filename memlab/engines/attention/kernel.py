@@ -173,10 +173,7 @@ def attend_each(
     scale: float,
     lengths: list[int],
     key_lengths: list[int] | None = None,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
+    **seen: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends each packed sequence by itself; returns output [tokens, heads, channels] and log-sum-exp [heads, tokens].
 
@@ -185,13 +182,10 @@ def attend_each(
         key: The same, of as many or fewer heads, and of other tokens if `key_lengths` says so.
         lengths: Of the sequences of queries.
         key_lengths: Of those of keys; None if they are the same.
-        causal: Whether a query sees only the keys up to its own place.
-        window: As `attend`.
-        sinks: As `attend`.
+        **seen: What a query sees, as `attend` takes it: ``causal``, ``window`` and ``sinks``.
     """
     queries = query.unsqueeze(1).split(lengths)
     keys, values = (tensor.unsqueeze(1).split(key_lengths or lengths) for tensor in (key, value))
-    seen: dict[str, Any] = {"causal": causal, "window": window, "sinks": sinks}
     rows = [attend(*row, scale, **seen) for row in zip(queries, keys, values, strict=True)]
     outputs, log_sums = zip(*rows, strict=True)
     return torch.cat(outputs).squeeze(1), torch.cat(log_sums, dim=-1).squeeze(0)
@@ -208,10 +202,7 @@ def attend_each_backward(
     scale: float,
     lengths: list[int],
     key_lengths: list[int] | None = None,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
+    **seen: Any,
 ) -> tuple[torch.Tensor, ...]:
     """Returns the gradients of query, key and value of `attend_each`, and of the sinks if there are any."""
     grads, queries, outputs = (
@@ -221,7 +212,6 @@ def attend_each_backward(
     # Torch's kernel wants the log-sum-exp contiguous.
     log_sums = [part.contiguous() for part in log_sum_exp.unsqueeze(0).split(lengths, dim=-1)]
     rows = zip(grads, queries, keys, values, outputs, log_sums, strict=True)
-    seen: dict[str, Any] = {"causal": causal, "window": window, "sinks": sinks}
     of_each = [attend_backward(one, q, k, v, out, log_sum, scale, **seen) for one, q, k, v, out, log_sum in rows]
     parts = [*zip(*of_each, strict=True)]
     of_sinks = [torch.stack(of_rows).sum(0) for of_rows in parts[3:]]

@@ -29,8 +29,7 @@ def ends_of(lengths: tuple[int, ...]) -> torch.Tensor:
 @one_kernel()
 def lengths_of(ends: torch.Tensor) -> list[int]:
     """Returns the lengths of the sequences that end at these places."""
-    lengths: list[int] = (ends[1:] - ends[:-1]).tolist()
-    return lengths
+    return (ends[1:] - ends[:-1]).tolist()
 
 
 def chunks_of_rank(sequence: torch.Tensor, ranks: int, rank: int, dim: int = 0) -> torch.Tensor:

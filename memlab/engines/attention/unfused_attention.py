@@ -79,8 +79,7 @@ def _causal_mask(tokens: int, device: torch.device) -> torch.Tensor:
 def _softmax(scores: torch.Tensor, mask: torch.Tensor, overwrites_gradients: bool) -> torch.Tensor:
     """Returns the probabilities [batch, heads, tokens, tokens] (``FusedScaleMaskSoftmax`` in softmax.py)."""
     if has_fused_softmax(scores.dtype, scores.shape[0] * scores.shape[1], scores.shape[-1]):
-        fused: torch.Tensor = MaskedSoftmax.apply(scores, mask, overwrites_gradients)
-        return fused
+        return MaskedSoftmax.apply(scores, mask, overwrites_gradients)
     exact = scores.float()  # in fp32 these are the scores themselves
     mask = torch.logical_or(mask, _kept_causal_mask(scores.shape[-1], scores.device))
     return torch.nn.functional.softmax(exact.masked_fill_(mask, _MASKED), dim=-1).to(scores.dtype)

@@ -138,8 +138,7 @@ class PeftParameter(torch.nn.Module):
     @property
     def parameter(self) -> torch.Tensor:
         """The frozen parameter: FSDP2's gathered one during a step."""
-        parameter: torch.Tensor = getattr(self._module, self.adapted.name)
-        return parameter
+        return getattr(self._module, self.adapted.name)
 
     @property
     def _module(self) -> Any:

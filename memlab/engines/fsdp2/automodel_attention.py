@@ -77,8 +77,7 @@ class Attention(torch.nn.Module):
             output = attend_as_te(query, key, value, self.scale, options.get("packed_lengths"), self.window, sinks)
         else:
             output = self._attend_as_torch(query, key, value)
-        result: torch.Tensor = self.o_proj(output.flatten(2))
-        return result
+        return self.o_proj(output.flatten(2))
 
     def _attend_as_torch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         query, key, value = (each.transpose(1, 2).contiguous() for each in (query, key, value))
@@ -113,8 +112,7 @@ def attend_as_te(
         Shape [batch, tokens, heads, the values' channels].
     """
     if lengths is None:
-        output: torch.Tensor = _FusedAttention.apply(query, key, value, scale, window, sinks)
-        return output
+        return _FusedAttention.apply(query, key, value, scale, window, sinks)
     rows = (each.flatten(0, 1) for each in (query, key, value))
     packed: torch.Tensor = PackedAttention.apply(*rows, scale, ends_of(lengths), window, sinks)
     return packed.view(*query.shape[:-1], value.shape[-1])

@@ -39,8 +39,7 @@ def multiplied_with_bias(
     output = torch._grouped_mm(inner, down, offs=ends)
     spread = _Spread.apply(of_down.to(torch.promote_types(of_down.dtype, probabilities.dtype)), counts, len(output))
     spread = spread * probabilities
-    result: torch.Tensor = (output + spread).to(output.dtype)
-    return result
+    return (output + spread).to(output.dtype)
 
 
 class _Spread(torch.autograd.Function):
@@ -85,5 +84,4 @@ def _gated(inner: torch.Tensor, probabilities: torch.Tensor) -> torch.Tensor:
     gate, up = inner[..., ::2], inner[..., 1::2]
     gate, up = gate.clamp(max=_LARGEST), up.clamp(min=-_LARGEST, max=_LARGEST)
     gated = gate * torch.sigmoid(_SLOPE * gate)
-    result: torch.Tensor = (gated * (up + 1.0) * probabilities).to(inner.dtype)
-    return result
+    return (gated * (up + 1.0) * probabilities).to(inner.dtype)

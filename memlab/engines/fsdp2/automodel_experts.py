@@ -230,8 +230,7 @@ class _SendingExperts(_Experts):
             output = (output.float() * probabilities.unsqueeze(-1).float()).to(rows.dtype)
         back = dispatcher.combine_preprocess(output)
         back = dispatcher.token_combine(back, async_finish=False, allocate_on_comm_stream=False)
-        result: torch.Tensor = back.view(tokens.shape)
-        return result
+        return back.view(tokens.shape)
 
     def _sent(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> tuple[Any, ...]:
         manager = self.dispatcher._comm_manager
@@ -241,8 +240,7 @@ class _SendingExperts(_Experts):
             manager.routing_map, of_all = _Multihot.apply(chosen, weights, self.num_experts)
             manager.token_probs = of_all.float()
         sent, of_rows = self.dispatcher.token_dispatch(tokens, async_finish=False, allocate_on_comm_stream=False)
-        result: tuple[Any, ...] = self.dispatcher.dispatch_postprocess(sent, of_rows)
-        return result
+        return self.dispatcher.dispatch_postprocess(sent, of_rows)
 
 
 def spread_experts(layers: list[Any], scenario: Scenario, device: str) -> Any:
@@ -378,5 +376,4 @@ class _Selected(torch.autograd.Function):
 
 
 def _selected(values: torch.Tensor, mask: torch.Tensor, number: int) -> torch.Tensor:
-    result: torch.Tensor = _Selected.apply(values, mask, number)
-    return result
+    return _Selected.apply(values, mask, number)

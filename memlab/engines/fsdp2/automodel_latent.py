@@ -66,12 +66,10 @@ class LatentAttention(torch.nn.Module):
         of_keys = key
         key = torch.cat([of_keys, place.expand(-1, -1, self.heads, -1)], dim=-1)
         output = attend_as_te(query, key, value, self.scale, options.get("packed_lengths"))
-        result: torch.Tensor = self.o_proj(output.flatten(2))
-        return result
+        return self.o_proj(output.flatten(2))
 
     def _through_latent(self, inputs: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(inputs)))
-        return result
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(inputs)))
 
 
 def _rotated(heads: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:

@@ -27,8 +27,7 @@ class Norm(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Maps [..., channels] to the same shape and type."""
-        output: torch.Tensor = _Normalized.apply(inputs, self.weight, self.epsilon, self.is_released)
-        return output
+        return _Normalized.apply(inputs, self.weight, self.epsilon, self.is_released)
 
 
 class _Normalized(torch.autograd.Function):

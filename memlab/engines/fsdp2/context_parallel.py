@@ -73,8 +73,7 @@ def attend_over_ranks(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, group: Any
 ) -> torch.Tensor:
     """Attends causally to the tokens of all ranks of a group; shapes are [batch, heads, own tokens, channels]."""
-    output: torch.Tensor = _RingAttention.apply(query, key, value, scale, group)
-    return output
+    return _RingAttention.apply(query, key, value, scale, group)
 
 
 class _RingAttention(torch.autograd.Function):

@@ -237,5 +237,4 @@ def _numbers(scenario: Scenario) -> Iterator[int]:
 
 def _forward(module: Any, name: str, received: torch.Tensor, **inputs: Any) -> torch.Tensor:
     """Returns what a stage sends: hidden states [batch, sequence, width], of the last one logits."""
-    sent: torch.Tensor = module.lm_head(module.model(**{name: received}, **inputs).last_hidden_state)
-    return sent
+    return module.lm_head(module.model(**{name: received}, **inputs).last_hidden_state)

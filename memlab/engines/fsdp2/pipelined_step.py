@@ -32,10 +32,7 @@ def train_step(
 
     def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         whole = logits.float().full_tensor() if is_divided else logits  # type: ignore[attr-defined]
-        loss: torch.Tensor = live.inner.loss_function(
-            logits=whole, labels=tokens, vocab_size=live.inner.config.vocab_size
-        )
-        return loss
+        return live.inner.loss_function(logits=whole, labels=tokens, vocab_size=live.inner.config.vocab_size)
 
     losses: list[torch.Tensor] = []
     schedule = live.schedule(scenario, loss_of, labels, microbatches)

@@ -116,8 +116,7 @@ def as_one_operation(
     if not isinstance(mode, (_CachingTorchDispatchMode, _CachedTorchDispatchMode)):
         return compute()
     if is_kept and isinstance(mode, _CachedTorchDispatchMode):
-        kept: tuple[torch.Tensor, ...] = mode.storage[_KEPT].pop(0)
-        return kept
+        return mode.storage[_KEPT].pop(0)
     with _pop_mode_temporarily():
         results = compute()
     if is_kept:

@@ -42,8 +42,7 @@ def whole_rows(tensors: tuple[torch.Tensor, ...], group: Any) -> tuple[torch.Ten
 
 def own_tokens(output: torch.Tensor, group: Any) -> torch.Tensor:
     """Returns the output of all heads for the rank's tokens, from [batch, tokens, own heads, channels]."""
-    exchanged: torch.Tensor = _Exchange.apply(output, _TOKENS, _HEADS, group)
-    return exchanged
+    return _Exchange.apply(output, _TOKENS, _HEADS, group)
 
 
 def gathered_positions(positions: torch.Tensor, group: Any) -> torch.Tensor:

@@ -380,8 +380,7 @@ def _class_outside_fp8(linear: type) -> type:
 
 
 def _fp8_switched_off() -> AbstractContextManager[None]:
-    context: AbstractContextManager[None] = import_module("transformer_engine.pytorch").fp8_autocast(enabled=False)
-    return context
+    return import_module("transformer_engine.pytorch").fp8_autocast(enabled=False)
 
 
 def _dropped(rows: torch.Tensor, adapter: Any) -> torch.Tensor:

@@ -43,8 +43,7 @@ class _Graph:
     shapes_of_gradients: list[torch.Tensor | None] = field(default_factory=list)
 
     def __call__(self, hidden: torch.Tensor, **others: Any) -> _Tensors:
-        outputs: _Tensors = _Replay.apply(self, hidden, *self.parameters)
-        return outputs
+        return _Replay.apply(self, hidden, *self.parameters)
 
 
 @dataclass(eq=False)
@@ -78,7 +77,10 @@ class LayerGraphs:
 
     def __init__(self, live: LiveModel) -> None:
         self._live = live
-        self._layers = [_graphable(chunk.module, live.config) for chunk in live.chunks]
+        self._layers = [
+            [layer for layer in chunk.module.decoder.layers if cuda_graphs._layer_is_graphable(layer, live.config)]
+            for chunk in live.chunks
+        ]
         self._free: deque[_Arguments] = deque()
         """The inputs of passes whose backward is over."""
         self._angles: torch.Tensor | None = None
@@ -253,10 +255,6 @@ def _without_gradients(graph: _Graph) -> Iterator[list[Any]]:
             each.grad = gradient
 
 
-def _graphable(model: Any, config: Any) -> list[Any]:
-    return [layer for layer in model.decoder.layers if cuda_graphs._layer_is_graphable(layer, config)]
-
-
 def _order(live: LiveModel) -> list[int]:
     """Returns the order of passes: the numbers of chunks from 1 on, below 0 for backward."""
     layout, scenario = live.scenario.layout, live.scenario
@@ -265,5 +263,4 @@ def _order(live: LiveModel) -> list[int]:
     chunks, group = len(live.chunks), live.config.microbatch_group_size_per_vp_stage
     _, _, warm_up, _ = schedules.get_pp_rank_microbatches(scenario.num_microbatches, chunks, group, False)
     table = schedules.get_schedule_table(scenario.num_microbatches, chunks, group)
-    order: list[int] = cuda_graphs.convert_schedule_table_to_order(warm_up, chunks, table)
-    return order
+    return cuda_graphs.convert_schedule_table_to_order(warm_up, chunks, table)

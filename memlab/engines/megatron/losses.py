@@ -210,8 +210,7 @@ def _vocab_parallel_cross_entropy(
         kept = logits.clone()
         entropy(logits, group, chunk_size)
         logits = kept
-    of_labels: torch.Tensor = tensor_parallel.vocab_parallel_cross_entropy(logits, labels)
-    return of_labels
+    return tensor_parallel.vocab_parallel_cross_entropy(logits, labels)
 
 
 def _cross_entropy_and_entropy(
@@ -220,8 +219,7 @@ def _cross_entropy_and_entropy(
     if not torch.is_grad_enabled():
         return _vocab_parallel_cross_entropy(logits, labels, group, chunk_size)
     logits.div_(torch.ones_like(labels, dtype=logits.dtype).unsqueeze(-1))
-    loss: torch.Tensor = _CrossEntropyAndEntropy.apply(logits, labels, group)
-    return loss
+    return _CrossEntropyAndEntropy.apply(logits, labels, group)
 
 
 def _softmax(
@@ -276,8 +274,7 @@ def _logits_kl(
     total = _SumOfRanks.apply(torch.exp(own).sum(-1, keepdim=True), group, True)
     target, of_student = of_teacher - of_all.log(), own - total.log()
     of_rank = kl_div(of_student, target, reduction="none", log_target=True).sum(-1)
-    loss: torch.Tensor = _SumOfRanks.apply(of_rank, group, False)
-    return loss
+    return _SumOfRanks.apply(of_rank, group, False)
 
 
 def _kl_of_largest(

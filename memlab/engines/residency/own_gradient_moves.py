@@ -156,8 +156,7 @@ class _GradDataStandIn(_StandIn, _Tensor):
     """Stands in for the tensor ``grad_data``; it is a tensor, so that methods of torch's class accept it."""
 
     def __new__(cls, _: torch.Tensor) -> Self:
-        stand_in: Any = torch.empty(0, device="meta").as_subclass(cls)  # type: ignore[type-var]  # at run time a tensor
-        return stand_in
+        return torch.empty(0, device="meta").as_subclass(cls)  # type: ignore[type-var]  # at run time a tensor
 
     def __init__(self, real: torch.Tensor) -> None:
         self._real = real

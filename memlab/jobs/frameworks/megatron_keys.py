@@ -131,10 +131,6 @@ def _listed(pattern: Any) -> Any:
     return list(pattern) if isinstance(pattern, tuple) else pattern
 
 
-def _frequency(value: Any) -> Any:
-    return None if value is None else layer_pattern(value)
-
-
 _OF_A_MODEL = {
     "int": WHOLE,
     "int | None": WHOLE,
@@ -147,7 +143,7 @@ _OF_A_MODEL = {
     "str | None": TEXT,
     "AttentionVariant | None": TEXT,
     "tuple[int, int] | None": WINDOW,
-    "int | tuple[int, ...] | None": Conversion(_frequency, _listed),
+    "int | tuple[int, ...] | None": Conversion(lambda value: None if value is None else layer_pattern(value), _listed),
 }
 OF_CLASSIC_GPT = (
     "normalization", "gated_linear_unit", "add_bias_linear", "position_embedding_type", "max_position_embeddings",

@@ -114,10 +114,6 @@ _TEACHERS_OF_DATA = "teachers"
 """The section of off-policy distillation, which trains on data (``xtoken_off_policy_distillation.py``, 7ea279ab)."""
 
 
-def _without_default(keys: tuple[Key, ...]) -> tuple[Key, ...]:
-    return tuple(Key(key.name, key.field, key.conversion, ABSENT) for key in keys)
-
-
 _OWN_OF_LAYERS = ("moe_router_group_topk", "moe_router_num_groups")
 KEYS = (
     Key("policy.model_name", "architecture", TEXT),
@@ -143,7 +139,7 @@ KEYS = (
     *under(_MEGATRON, EXTRA),
     *under(_OVERRIDES, (*LAYERS, *PIPELINE, *_PASSED)),
     Key(f"{_MEGATRON}.attention_backend", "attention_backend", BACKEND),
-    *under(_OVERRIDES, _without_default(tuple(key for key in RECOMPUTE if key.field != "recompute_granularity"))),
+    *under(_OVERRIDES, (replace(key, default=ABSENT) for key in RECOMPUTE if key.field != "recompute_granularity")),
     Key(f"{_OVERRIDES}.num_layers", "num_layers", WHOLE),
     Key(f"{_MEGATRON}.fp8_cfg.enabled", "is_fp8", SWITCH, False),
     *under(

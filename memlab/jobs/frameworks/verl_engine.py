@@ -53,7 +53,7 @@ from memlab.jobs.frameworks.megatron_keys import (
 )
 from memlab.jobs.frameworks.megatron_lm import OF_OTHER_FRAMEWORKS, take_sequence_parallel
 from memlab.jobs.frameworks.reinforcement import names_dispatcher, note_replaced_values
-from memlab.jobs.frameworks.verl_checkout import BEFORE, FP32_SINCE, RELEASE
+from memlab.jobs.frameworks.verl_checkout import BEFORE, FP32_SINCE, RELEASE, release_around
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _OWN_OPTIMIZER = (
@@ -233,8 +233,16 @@ def _take_defaults_of_mbridge(reading: Reading, engine: str) -> None:
     # models/qwen3moe.py sets the one; Megatron-Core's default of the other is false.
     of_mbridge = {"bias_activation_fusion": True, "gradient_accumulation_fusion": False, "moe_permute_fusion": False}
     given = {one.field for one in reading.taken if one.place != "default"}
-    if reading.get(f"{engine}.vanilla_mbridge"):
-        reading.values.update({name: value for name, value in of_mbridge.items() if name not in given})
+    key, release = f"{engine}.vanilla_mbridge", release_around(reading.started)
+    is_default = release is not None and _OF_MBRIDGE[0] <= release[0][:2] <= _OF_MBRIDGE[1]
+    if reading.get(key, is_default):
+        for name in of_mbridge.keys() - given:
+            reading.take_back(name)
+            reading.take(key, name, of_mbridge[name])
+
+
+_OF_MBRIDGE = (0, 7), (0, 8)
+"""The first and the last release that build models by mbridge unless the job says else."""
 
 
 def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:

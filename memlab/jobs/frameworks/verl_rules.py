@@ -6,7 +6,6 @@ They are in 0.9.1 and in 1dda039b (August 2026), and in 0.7.0 unless the key is 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from memlab.config.validation import is_whole_number
 from memlab.jobs.frameworks.framework import CannotStartError, Reading
@@ -19,16 +18,12 @@ _ENGINES = ("vllm", "sglang", "trtllm")
 _TYPES = ("fp32", "float32", "32", "bf16", "bfloat16")
 
 
-def _rollout_of(reading: Reading) -> Any:
-    return reading.get(f"{_ROLLOUT}.name")
-
-
 _OF_ROLLOUT: tuple[Rule, ...] = (
     (f"{_ROLLOUT}.mode", lambda value, _: value == "sync", "must be async: leave it out"),
     (f"{_ROLLOUT}.name", lambda value, _: value == "hf", "must be vllm, sglang or trtllm: choose one"),
     (
         f"{_ROLLOUT}.pipeline_model_parallel_size",
-        lambda value, reading: isinstance(value, int) and value > 1 and _rollout_of(reading) in _ENGINES,
+        lambda value, reading: isinstance(value, int) and value > 1 and reading.get(f"{_ROLLOUT}.name") in _ENGINES,
         "must be 1 for this inference engine: leave it out",
     ),
     one_of(

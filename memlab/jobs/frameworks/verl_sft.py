@@ -77,12 +77,17 @@ def complete(reading: Reading) -> None:
         )
     values.setdefault("world_size", values.pop("nodes") * values.pop("ranks_per_node"))
     complete_engine(reading, *_PREFIXES)
-    longest, sequences = values.pop("longest"), values.pop("sequences")
-    is_dynamic, tokens = values.pop("is_dynamic"), values.pop("tokens_per_rank")
+    if values["is_dynamic"] and not values["removes_padding"]:
+        note_padded_rows(reading, "model.use_remove_padding")
+    take_rows_of_trainer(reading)
+
+
+def take_rows_of_trainer(reading: Reading) -> None:
+    """Takes rows on a budget of tokens, or so many sequences, of a job with its ranks and what its engine does."""
+    values = reading.values
+    longest, sequences, tokens = values.pop("longest"), values.pop("sequences"), values.pop("tokens_per_rank")
     removes_padding = values.pop("removes_padding")
-    if is_dynamic:
-        if not removes_padding:
-            note_padded_rows(reading, "model.use_remove_padding")
+    if values.pop("is_dynamic"):
         take_rows_of_verl(reading, "data.max_token_len_per_gpu", tokens, longest, sequences)
     else:
         key = "data.micro_batch_size_per_gpu" if removes_padding else None

@@ -7,11 +7,10 @@ from typing import Any
 
 from memlab.config.scenario import Scenario
 from memlab.config.settings import MemorySettings
-from memlab.jobs.frameworks.balanced_rows import take_rows_of_verl
 from memlab.jobs.frameworks.framework import Reading, Signs
 from memlab.jobs.frameworks.fsdp2 import check_shards
 from memlab.jobs.frameworks.keys import TEXT, Key
-from memlab.jobs.frameworks.reinforcement import is_packed, take_sequences
+from memlab.jobs.frameworks.reinforcement import is_packed
 from memlab.jobs.frameworks.verl_fsdp import (
     CANNOT_WRITE,
     VERL_FSDP,
@@ -22,7 +21,7 @@ from memlab.jobs.frameworks.verl_fsdp import (
     engine_missing,
     take_sync_of_gradients,
 )
-from memlab.jobs.frameworks.verl_sft import VERL_SFT, chooses_old_trainer
+from memlab.jobs.frameworks.verl_sft import VERL_SFT, chooses_old_trainer, take_rows_of_trainer
 from memlab.jobs.frameworks.without_effect import keys_without_effect
 
 _PREFIXES = ("engine", "optim", "model")
@@ -55,16 +54,8 @@ def complete(reading: Reading) -> None:
 
 def complete_trainer(reading: Reading) -> None:
     """Derives rows, of a job with its ranks and what its engine does."""
-    values = reading.values
-    del values["nodes"], values["ranks_per_node"]
-    longest, sequences, tokens = values.pop("longest"), values.pop("sequences"), values.pop("tokens_per_rank")
-    removes_padding = values.pop("removes_padding")
-    if values.pop("is_dynamic"):
-        take_rows_of_verl(reading, "data.max_token_len_per_gpu", tokens, longest, sequences)
-    else:
-        take_sequences(
-            reading, longest, sequences, packed_by="data.micro_batch_size_per_gpu" if removes_padding else None
-        )
+    del reading.values["nodes"], reading.values["ranks_per_node"]
+    take_rows_of_trainer(reading)
 
 
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:

@@ -828,9 +828,6 @@ class _Reader(Builtins):
     def _continue(self, arguments: list[str]) -> bool | None:
         return self._break(arguments, "continue")
 
-    def _false(self, arguments: list[str]) -> bool | None:
-        return False
-
     def _expr(self, arguments: list[str]) -> bool | None:
         """Follows ``expr``, whose exit status is 1 where it prints 0."""
         printed = expressed(arguments)
@@ -1045,7 +1042,7 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
     "return": _Reader._return,
     "break": _Reader._break,
     "continue": _Reader._continue,
-    "false": _Reader._false,
+    "false": lambda reader, arguments: False,
     "unset": _Reader._unset,
     "trap": _Reader._trap,
     "echo": Builtins.echo,

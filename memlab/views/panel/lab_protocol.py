@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
@@ -17,19 +16,7 @@ from memlab.record.step_record import StepRecord
 
 if TYPE_CHECKING:
     from memlab.lab.lab import Lab
-
-
-class ProgressLike(Protocol):
-    """The place that a running step has reached, as `memlab.lab.progress.Progress` describes it."""
-
-    @property
-    def phase(self) -> str: ...
-    @property
-    def module(self) -> str: ...
-    @property
-    def done(self) -> int: ...
-    @property
-    def total(self) -> int: ...
+    from memlab.lab.session import OnProgress
 
 
 class NamedBackend(Protocol):
@@ -66,7 +53,7 @@ class LabLike(Protocol):
     def check_state(self, state: TrainingState, settings: MemorySettings | None = None) -> None: ...
 
     def submit(
-        self, request: StepRequest | None = None, on_progress: Callable[[ProgressLike], None] | None = None
+        self, request: StepRequest | None = None, on_progress: OnProgress | None = None
     ) -> Future[StepRecord]: ...
 
     def stop(self) -> bool: ...

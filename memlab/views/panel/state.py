@@ -15,7 +15,7 @@ import time
 import traceback
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import traitlets
 
@@ -35,11 +35,14 @@ from memlab.record.step_record import StepRecord
 from memlab.record.timeline import Timeline
 from memlab.units import format_bytes
 from memlab.views.figures.resample import AXES
-from memlab.views.panel.lab_protocol import LabLike, ProgressLike
+from memlab.views.panel.lab_protocol import LabLike
 from memlab.views.panel.presets import Preset
 from memlab.views.panel.run import TRIED, Run
 from memlab.views.panel.settings_form import LABELS, OPTIONS, STATE_OPTIONS, SettingsForm, as_read
 from memlab.views.text.job import lines_for
+
+if TYPE_CHECKING:
+    from memlab.lab.progress import Progress
 
 Selection = tuple[Scenario, MemorySettings]
 _logger = logging.getLogger(__name__)
@@ -82,7 +85,7 @@ class LabState(traitlets.HasTraits):
     """The text of the rule that the form breaks; empty if it breaks none."""
     busy = traitlets.Bool()
     progress = traitlets.Any()
-    """Place of the running step, a `ProgressLike`; None before its first phase and while no step runs."""
+    """Place of the running step, a `Progress`; None before its first phase and while no step runs."""
     notice = traitlets.Unicode(_READY)
     """Result of the user's last action, in words."""
     runs = traitlets.Tuple()
@@ -528,7 +531,7 @@ class LabState(traitlets.HasTraits):
         with self.lock:
             self._notice_is_about, self.notice = about, notice
 
-    def _note_progress(self, progress: ProgressLike) -> None:
+    def _note_progress(self, progress: Progress) -> None:
         """Runs on the worker's thread many times per step; the page gets at most ten a second."""
         now = time.monotonic()
         if now - self._last_progress_at >= _SECONDS_BETWEEN_PROGRESS:

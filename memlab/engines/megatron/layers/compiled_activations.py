@@ -18,14 +18,12 @@ _SLOPE = 1.702
 
 def quick_gelu(inputs: torch.Tensor) -> torch.Tensor:
     """Returns the input times the sigmoid of 1.702 times the input."""
-    result: torch.Tensor = _Compiled.apply(inputs, _quick_gelu, _gradient_of_quick_gelu)
-    return result
+    return _Compiled.apply(inputs, _quick_gelu, _gradient_of_quick_gelu)
 
 
 def squared_relu(inputs: torch.Tensor) -> torch.Tensor:
     """Returns the square of what is above 0, and 0 for all else."""
-    result: torch.Tensor = _Compiled.apply(inputs, _squared_relu, _gradient_of_squared_relu)
-    return result
+    return _Compiled.apply(inputs, _squared_relu, _gradient_of_squared_relu)
 
 
 class _Compiled(torch.autograd.Function):

@@ -19,8 +19,7 @@ def dropout(inputs: torch.Tensor, p: float = 0.5, training: bool = True, inplace
     if not training or p == 0:
         return torch.nn.functional.dropout(inputs, p, training, inplace)
     assert not inplace, "Megatron drops in place only in passes without backward"
-    result: torch.Tensor = _Dropout.apply(inputs, p)
-    return result
+    return _Dropout.apply(inputs, p)
 
 
 class _Dropout(torch.autograd.Function):

@@ -590,8 +590,7 @@ class Fp8Unpadding(Fp8Padding):
         """Returns [rows, width]."""
         if _padded_rows(splits, self.align_size) == splits:
             return inputs
-        result: torch.Tensor = _Resized.apply(inputs, sum(splits))
-        return result
+        return _Resized.apply(inputs, sum(splits))
 
 
 def _padded_rows(splits: list[int], alignment: int) -> list[int]:

@@ -55,8 +55,7 @@ class MxParameter(Fp8Parameter):
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
         """The parameter without its history."""
-        alias: torch.Tensor = torch.Tensor._make_subclass(MxParameter, super().data)
-        return alias
+        return torch.Tensor._make_subclass(MxParameter, super().data)
 
     def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """Quantizes values in place, in one kernel without temporaries (`MXFP8Quantizer.update_quantized`)."""

@@ -30,8 +30,7 @@ def fused_apply_rotary_pos_emb(
         The rotated tensor, contiguous.
     """
     assert not interleaved, "both families rotate halves"
-    result: torch.Tensor = _FusedRope.apply(tensor, freqs)
-    return result
+    return _FusedRope.apply(tensor, freqs)
 
 
 def fused_apply_rotary_pos_emb_thd(
@@ -56,8 +55,7 @@ def fused_apply_rotary_pos_emb_thd(
         The rotated tensor, contiguous.
     """
     assert not interleaved, "both families rotate halves"
-    result: torch.Tensor = _FusedRope.apply(tensor, freqs, cu_seqlens, cp_size, cp_rank)
-    return result
+    return _FusedRope.apply(tensor, freqs, cu_seqlens, cp_size, cp_rank)
 
 
 class _FusedRope(torch.autograd.Function):

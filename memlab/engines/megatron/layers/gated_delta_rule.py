@@ -23,8 +23,7 @@ _CHANNELS_OF_BLOCK = 128
 
 def l2norm(inputs: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     """Replaces fla's function: divides each row [..., channels] by its length; saves its result and the reciprocals."""
-    result: torch.Tensor = _LengthNorm.apply(inputs, eps)
-    return result
+    return _LengthNorm.apply(inputs, eps)
 
 
 class _LengthNorm(torch.autograd.Function):
@@ -233,8 +232,7 @@ def apply_output_gate(layer: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.
 
 def gated(inputs: torch.Tensor, gate: torch.Tensor, activation: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Multiplies by an activated gate in fp32, in one kernel that saves both; the gate may have another shape."""
-    result: torch.Tensor = _Gated.apply(inputs, gate, activation)
-    return result
+    return _Gated.apply(inputs, gate, activation)
 
 
 class _Gated(torch.autograd.Function):

@@ -41,8 +41,7 @@ def fused_apply_mla_rope_for_q(
         rotary_interleaved: Must be False, as in Megatron.
     """
     assert not rotary_interleaved and query.shape[-1] == qk_head_dim + emb_dim
-    result: torch.Tensor = _Queries.apply(query, cos, sin, emb_dim, _place(cu_seqlens_q, cp_size, cp_rank))
-    return result
+    return _Queries.apply(query, cos, sin, emb_dim, _place(cu_seqlens_q, cp_size, cp_rank))
 
 
 def fused_apply_mla_rope_for_kv(

@@ -27,8 +27,7 @@ class GroupNorm(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Normalises [tokens, batch, channels]."""
-        output: torch.Tensor = GroupedNorm.apply(inputs, self.weight, self.epsilon, self.groups)
-        return output
+        return GroupedNorm.apply(inputs, self.weight, self.epsilon, self.groups)
 
 
 class TorchMambaMixer(mamba_mixer.MambaMixer):
@@ -49,5 +48,4 @@ class TorchMambaMixer(mamba_mixer.MambaMixer):
             sizes,
         )
         output = self.cp.post_conv_ssm(output.transpose(0, 1).contiguous(), packed_seq_params)
-        normalised: torch.Tensor = self.norm(output)
-        return normalised
+        return self.norm(output)

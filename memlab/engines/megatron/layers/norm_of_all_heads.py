@@ -66,7 +66,6 @@ def fused(norm: type, *, of_queries: bool) -> type:
             super().__init__(config=config, hidden_size=hidden_size * heads, eps=eps)
 
         def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-            result: torch.Tensor = super().forward(inputs.flatten(2)).view(inputs.shape)
-            return result
+            return super().forward(inputs.flatten(2)).view(inputs.shape)
 
     return FusedNorm

@@ -55,5 +55,4 @@ class _CausalSoftmax(torch.nn.Module):
 
     def forward(self, scores: torch.Tensor, *_: Any) -> torch.Tensor:
         """Returns the probabilities of scores [batch, heads, tokens, tokens]."""
-        probabilities: torch.Tensor = MaskedSoftmax.apply(scores, None)
-        return probabilities
+        return MaskedSoftmax.apply(scores, None)

@@ -83,8 +83,7 @@ class TorchNorm(torch.nn.Module):
         """Normalises [..., hidden_size]."""
         # TE's norm takes a contiguous copy (transformer_engine/pytorch/ops/basic/rmsnorm.py): the query and key norms
         # then save their own input instead of linear_qkv's whole output.
-        result: torch.Tensor = self.function.apply(inputs.contiguous(), self.weight, self.bias, self.epsilon)
-        return result
+        return self.function.apply(inputs.contiguous(), self.weight, self.bias, self.epsilon)
 
 
 class TorchLinear(torch.nn.Module):
@@ -278,31 +277,20 @@ class TorchAttention(torch.nn.Module):
             if is_flash:
                 return packed_flash_attention(query, key, value, self.softmax_scale, ends, group)
             if group is not None:
-                spread: torch.Tensor = PackedRingAttention.apply(query, key, value, self.softmax_scale, ends, group)
-                return spread
-            packed: torch.Tensor = PackedAttention.apply(
-                query, key, value, self.softmax_scale, ends, self.window, self._sinks()
-            )
-            return packed
+                return PackedRingAttention.apply(query, key, value, self.softmax_scale, ends, group)
+            return PackedAttention.apply(query, key, value, self.softmax_scale, ends, self.window, self._sinks())
         drop = self.config.attention_dropout if self.training else 0.0
         if is_flash:
             heads_go = self.config.cp_comm_type == "a2a"
             return flash_attention(query, key, value, self.softmax_scale, drop, group, exchanges_heads=heads_go)
         if group is not None and self.config.cp_comm_type == "a2a":
-            of_heads: torch.Tensor = AllToAllAttention.apply(
-                query, key, value, self.softmax_scale, group, self.window, self._sinks()
-            )
-            return of_heads
+            return AllToAllAttention.apply(query, key, value, self.softmax_scale, group, self.window, self._sinks())
         if group is not None:
-            ring: torch.Tensor = RingAttention.apply(query, key, value, self.softmax_scale, group)
-            return ring
+            return RingAttention.apply(query, key, value, self.softmax_scale, group)
         if self.config.attention_backend is AttnBackend.unfused:
             overwrites = self.config.memlab_versions.overwrites_gradients_of_scores
             return unfused_attention(query, key, value, self.softmax_scale, drop, overwrites_gradients=overwrites)
-        result: torch.Tensor = CausalAttention.apply(
-            query, key, value, self.softmax_scale, drop, self.window, self._sinks()
-        )
-        return result
+        return CausalAttention.apply(query, key, value, self.softmax_scale, drop, self.window, self._sinks())
 
     def _sinks(self) -> torch.Tensor | None:
         """Returns the sinks as cuDNN takes them (``DotProductAttention.forward``, TE 2.16.1)."""

@@ -111,8 +111,7 @@ def unpermute(
     """Sums permuted rows [rows, hidden] into their tokens [tokens, hidden]."""
     assert merging_probs is None and restore_shape is not None, "Megatron weighs tokens in the experts' activation"
     assert pad_offsets is None, "rows are padded only for 8-bit training"
-    result: torch.Tensor = _UnpermuteWithMask.apply(permuted, row_id_map, restore_shape)
-    return result
+    return _UnpermuteWithMask.apply(permuted, row_id_map, restore_shape)
 
 
 def sort_chunks_by_index(tokens: torch.Tensor, split_sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
