@@ -93,3 +93,10 @@ def test_other_rows_without_gradients_are_warned_of_unless_the_job_allows_them(t
     assert len(said) == 1 and read(tmp_path, "megatron", keys).cannot_start is None
     allowed = read(tmp_path, "megatron", keys | {"loss_fn.force_on_policy_ratio": True})
     assert not [one for one in allowed.warnings if "NRL_IGNORE_TP_ACCURACY_CHECK" in one]
+
+
+def test_a_fork_s_own_section_is_not_taken_for_an_engine_that_memlab_lacks(tmp_path: Path) -> None:
+    """``policy.dtensor_v2_cfg`` in place of ``policy.dtensor_cfg``, as forks of NeMo-RL have it."""
+    job = read(tmp_path, "dtensor", {f"{_DTENSOR}.enabled": False, "policy.dtensor_v2_cfg.enabled": True})
+    assert "asks for one of policy.megatron_cfg and policy.dtensor_cfg" in str(job.not_supported)
+    assert [one.effect for one in job.not_modelled if one.key.startswith("policy.dtensor_v2_cfg")] == ["unknown"]

@@ -208,8 +208,8 @@ def refit_buffers(section: str) -> tuple[Missing, ...]:
 
 FRAMEWORK_MISSING = (
     Missing("policy.megatron_cfg.enabled", "either",
-            "memlab predicts this framework's jobs with Megatron only, not with DTensor", is_false, blocks=True,
-            of="job"),
+            "NeMo-RL asks for one of policy.megatron_cfg and policy.dtensor_cfg that is enabled, and memlab reads no "
+            "fork's section in their place", is_false, blocks=True, of="job"),
     Missing(f"{_MEGATRON}.moe_layer_recompute", "less", f"memlab reads it under {_OVERRIDES}, as NeMo-RL does"),
     Missing("policy.draft.enabled", "more", "a draft model is trained beside the policy"),
     *frozen_parts(f"{_MEGATRON}.", f"{_MEGATRON}.freeze_config."),
