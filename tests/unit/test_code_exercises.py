@@ -115,6 +115,8 @@ ZEROED = (
     "torch.Tensor.copy_(buffer.grad_data, torch.zeros_like(buffer.grad_data))",
     "buffer.grad_data[:] = 0",
     "buffer.grad_data[...] = 0.0",
+    "buffer.grad_data.detach().zero_()",
+    "buffer.grad_data.view(-1)[:] = 0",
     "buffer.grad_data.storage().fill_(0)",
     "buffer.grad_data.untyped_storage().fill_(0)",
 )
@@ -129,6 +131,12 @@ WRONG_MOVES = {
     "the experts forgotten in the load": (RELEASE, LOAD.replace(ALL, "model.buffers"), "Megatron keeps buffers in two lists"),
     "all but the experts forgotten in the load": (
         RELEASE, LOAD.replace(ALL, "model.expert_parallel_buffers"), "Megatron keeps buffers in two lists",
+    ),
+    "as many buffers in each list": (
+        *(
+            move.replace(ALL, "sum(zip(model.buffers, model.expert_parallel_buffers), ())") for move in (RELEASE, LOAD)
+        ),
+        "leaves out the last buffer of",
     ),
     "arithmetic": (
         RELEASE, LOAD.replace(".zero_()", " *= 0"), "mul_, which needs a real tensor: grad_data.zero_() fills it with zeros",

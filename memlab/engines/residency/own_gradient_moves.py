@@ -32,8 +32,9 @@ class OwnGradientMoves(Residency):
     def __init__(self, groups: Groups, buffers: Sequence[tuple[str, Any]], release: Move, load: Move) -> None:
         super().__init__(groups)
         self._buffers = [(name, _Buffer(buffer.grad_data, buffer.grad_dtype)) for name, buffer in buffers]
-        # A model of one dtype has one buffer in a list: code that forgets the others is noticed by these.
-        self._others = [(name, _Buffer(torch.zeros(8), torch.float32)) for name in {name: None for name, _ in buffers}]
+        # A model of one dtype has one buffer in each list: code that relies on it is noticed by these.
+        names = [name for number, name in enumerate({name: None for name, _ in buffers}, 1) for _ in range(number)]
+        self._others = [(name, _Buffer(torch.zeros(8), torch.float32)) for name in names]
         self._gradients = [buffer.gradients for _, buffer in self._buffers]
         self._release, self._load = release, load
         self._model = _Model()  # one for all calls: it keeps an attribute that a function adds
@@ -240,6 +241,12 @@ class _GradDataStandIn(_StandIn, _Tensor):
         self._real.zero_()
         self._is_unwritten = False
         return self
+
+    def view(self, *_: object) -> _GradDataStandIn:
+        """Returns itself: what has all elements has all of the memory."""
+        return self
+
+    detach = flatten = ravel = reshape = view
 
     def fill_(self, value: float) -> _GradDataStandIn:
         if value:
