@@ -96,6 +96,8 @@ class Entries:
     """Names of a script's other variables, which its programs do not see."""
     undecided: frozenset[str] = frozenset()
     """Names of variables that a script may set or not."""
+    groups: set[str] = field(default_factory=set)
+    """Groups of Hydra's lists whose option the command chooses and whose keys the job has: no keys themselves."""
 
     def add(self, key: str, value: Any, line: int | None) -> None:
         """Adds a key, or replaces its value."""

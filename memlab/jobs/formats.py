@@ -27,7 +27,17 @@ from memlab.jobs.frameworks.registry import (
     framework_of_keys,
 )
 from memlab.jobs.frameworks.torchtitan import TORCHTITAN
-from memlab.jobs.hydra_defaults import SELF, Choices, Default, defaults_of, merge_over, package_in, placed
+from memlab.jobs.hydra_defaults import (
+    SELF,
+    Choices,
+    Default,
+    defaults_of,
+    folder_in,
+    key_of,
+    merge_over,
+    package_in,
+    placed,
+)
 from memlab.jobs.interpolation import resolve
 from memlab.jobs.model_args import model_args, take_file_of_a_launcher
 from memlab.jobs.pbs import with_nodes
@@ -289,6 +299,7 @@ def _with_defaults(
     chain: tuple[Path, ...] = (),
     package: str = "",
     choices: Choices | None = None,
+    folder: str = "",
 ) -> Entries:
     """Returns the keys of a file over those of the files that its key ``defaults`` names.
 
@@ -297,6 +308,7 @@ def _with_defaults(
         choices: Of the command, and of the files that named this one.
         chain: The files that named this one, each the next.
         package: The mapping that gets the file's keys.
+        folder: Of the file, from that of the first one.
 
     Raises:
         ValueError: If files name each other in a circle, or more than any real job's.
@@ -311,14 +323,15 @@ def _with_defaults(
     searched = _searched(root, path) if not chain else []
     chain = (*chain, path.resolve())
     merged, is_placed, choices = Entries(), False, choices or Choices()
-    for default in defaults_of(defaults, choices):
+    for default in defaults_of(defaults, choices, folder, package):
         if default.name == SELF:
             merge_over(merged, own)
             is_placed = True
             continue
         base = _file_of_default(default, path, chain[0], searched)
         if base is not None:
-            merge_over(merged, _of_default(default, base, path, named, chain, package, choices))
+            below = folder_in(default, folder)
+            merge_over(merged, _of_default(default, base, path, named, chain, package, choices, below))
         elif not default.is_optional and default.overrides not in choices.taken:
             line = Line(default.line, path.name) if chain[1:] else default.line
             merged.warnings.append(_takes_no_file(line, default))
@@ -340,6 +353,7 @@ def _of_default(
     chain: tuple[Path, ...],
     package: str,
     choices: Choices,
+    folder: str,
 ) -> Entries:
     """Returns the keys of a file that another one names."""
     where = f"{path.name}, line {default.line}: the defaults name"
@@ -350,7 +364,7 @@ def _of_default(
         raise ValueError(f"{where} more than {_MOST_DEFAULTS} files: give the resolved configuration")
     content = _text_of_configuration(base)
     root, package = read_yaml(content, base.name), package_in(content, default, package)
-    return _with_defaults(root, base, named, chain, package, choices).of_file(base.name)
+    return _with_defaults(root, base, named, chain, package, choices, folder).of_file(base.name)
 
 
 def _file_of_default(default: Default, path: Path, first: Path, searched: list[Path]) -> Path | None:
@@ -735,15 +749,17 @@ def _of_another_machine(folder: str, where: Path, base: Path, path: Path) -> lis
     return [up / end for end in ends for up in path.absolute().parents]
 
 
-_GROUP = re.compile(r"\+{0,2}([\w/]+(?:@[\w.]+)?)=(\w[\w/]*)")
+_GROUP = re.compile(r"\+{0,2}([\w/]+(?:@[\w.]+)?)=(\w[\w/.-]*)")
 """An override that chooses the option of a group, or sets a key of the top."""
 
 
 def _take_configuration_file(base: Path, words: list[tuple[str, int]], framework: Framework, entries: Entries) -> None:
     """Takes the keys of a configuration, and of those that it names; the command may choose among these."""
     root, read = read_yaml(_text_of_configuration(base), base.name), [base]
-    choices = Choices({found[1]: found[2] for word, _ in words if (found := _GROUP.fullmatch(word)) is not None})
+    chosen = {found[1]: found[2] for word, _ in words if (found := _GROUP.fullmatch(word)) is not None}
+    choices = Choices({key_of(name): option for name, option in chosen.items()})
     own = _with_defaults(root, base, read, choices=choices)
+    entries.groups |= {name for name in chosen if any(key.startswith(f"{name}.") for key in own.by_key)}
     _take_named_defaults(root, read, framework, own)
     own.of_file(base.name)
     entries.merge(own)
@@ -767,7 +783,7 @@ def _take_overrides(words: list[tuple[str, int]], path: Path, framework: Framewo
         _take_file_in_source(path, framework, entries)
     elif framework.knows("config_name"):
         entries.program = program
-    read_overrides(words, entries)
+    read_overrides([one for one in words if one[0].lstrip("+").partition("=")[0] not in entries.groups], entries)
     _take_launcher(words, framework, entries)
     resolve(entries, dict(entries.environment))
 

@@ -6,6 +6,7 @@ The rules are those of Hydra 1.3 ("The Defaults List"), and for names that end i
 
 from __future__ import annotations
 
+import posixpath
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,7 +32,7 @@ class Default:
     """The mapping that gets the keys, below that of the file with the list, or behind ``_global_`` below the top."""
     is_optional: bool = False
     overrides: str = ""
-    """The group, as other lists have it, of which the entry only chooses the option."""
+    """The key of the group of which the entry only chooses the option (`key_of`)."""
 
 
 @dataclass(slots=True)
@@ -39,38 +40,53 @@ class Choices:
     """Which options are chosen for groups, such as ``model_engine`` and ``actor@actor_rollout_ref.actor``."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Those of the command, and of the files from the first one on: what is chosen first counts."""
+    """Those of the command, and of the files from the first one on, by `key_of`: what is chosen first counts."""
     taken: set[str] = field(default_factory=set)
-    """The groups that a list has, for which ``override`` chooses."""
+    """The keys of groups that a list has, for which ``override`` chooses."""
 
-    def of(self, group: str, option: Any) -> Any:
+    def of(self, key: str, option: Any) -> Any:
         """Returns the option of a group in a list; ``${model_engine}_actor`` has the option of another one in it."""
-        self.taken.add(group)
-        option = self.options.get(group, option)
+        self.taken.add(key)
+        option = self.options.get(key, option)
         if isinstance(option, str):
-            option = _OPTION.sub(lambda found: str(self.options.get(found[1], found[0])), option)
-        return self.options.setdefault(group, option)
+            option = _OPTION.sub(lambda found: str(self.options.get(key_of(found[1]), found[0])), option)
+        return self.options.setdefault(key, option)
+
+
+def key_of(name: str, folder: str = "", package: str = "") -> str:
+    """Returns what tells a group from all others: its folder, and the mapping that gets its keys.
+
+    Args:
+        name: As a list or a command has it, such as ``actor@actor_rollout_ref.actor``.
+        folder: Of the file with the list, from that of the first file; nothing for the command.
+        package: The mapping that gets that file's keys.
+    """
+    group, _, own = name.partition("@")
+    group = posixpath.normpath(posixpath.join(folder, group)).lstrip("/")
+    return f"{group}@{_below(package, _named(own, group))}"
 
 
 _OPTION = re.compile(r"\$\{([\w/@.]{1,200})\}")
 
 
-def defaults_of(node: Node, choices: Choices | None = None) -> list[Default]:
+def defaults_of(node: Node, choices: Choices | None = None, folder: str = "", package: str = "") -> list[Default]:
     """Returns the entries of a list of defaults, or of a single one.
 
     Args:
         choices: Of the command and of the files that name this one; they get those of this list.
+        folder: Of the file, from that of the first file.
+        package: The mapping that gets the file's keys.
     """
     choices = Choices() if choices is None else choices
     listed = node.value if isinstance(node.value, list) else [node]
     for one in listed:
         for key, option in one.value.items() if isinstance(one.value, dict) else ():
             if key.startswith("override "):
-                choices.options.setdefault(key.split()[-1], option.value)
-    return [each for one in listed for each in _entries(one, choices)]
+                choices.options.setdefault(key_of(key.split()[-1], folder, package), option.value)
+    return [each for one in listed for each in _entries(one, choices, folder, package)]
 
 
-def _entries(node: Node, choices: Choices) -> list[Default]:
+def _entries(node: Node, choices: Choices, folder: str, of_file: str) -> list[Default]:
     if isinstance(node.value, str):
         name, _, package = node.value.partition("@")
         is_file = name.endswith((".yaml", ".yml"))
@@ -81,10 +97,11 @@ def _entries(node: Node, choices: Choices) -> list[Default]:
     ((key, option),) = node.value.items()
     *words, name = key.split()
     group, at, package = name.partition("@")
+    group_key = key_of(name, folder, of_file)
     if "override" in words:
-        return [] if option.value is None else [Default(f"of the group {group}", node.line, overrides=name)]
+        return [] if option.value is None else [Default(f"of the group {group}", node.line, overrides=group_key)]
     value = [one.value for one in option.value] if isinstance(option.value, list) else option.value
-    chosen = choices.of(name, value)
+    chosen = choices.of(group_key, value)
     if chosen is None:
         return []
     options: list[Any] = chosen if isinstance(chosen, list) else [chosen]
@@ -111,7 +128,16 @@ def package_in(text: str, default: Default, parent: str) -> str:
     match, package = _PACKAGE.search(text[:1000]), default.package
     if match is not None and match[1] != "_group_" and "@" not in default.name:
         package = f"_global_.{match[1]}"
+    return _below(parent, package)
+
+
+def _below(parent: str, package: str) -> str:
     return ".".join(filter(None, (parent, package))).rpartition("_global_")[2].lstrip(".")
+
+
+def folder_in(default: Default, folder: str) -> str:
+    """Returns the folder of an entry's file, from that of the first file, for a list in such a folder."""
+    return posixpath.normpath(posixpath.join(folder, posixpath.dirname(default.file or "")))
 
 
 def placed(entries: Entries, package: str) -> Entries:

@@ -356,6 +356,11 @@ def test_saved_adapters_have_their_own_rank(tmp_path: Path) -> None:
         lora = job.required()[0].state.lora
         assert lora is not None and (lora.rank, lora.alpha, lora.dropout) == (64, 128, 0)
         assert not [one for one in job.warnings if "adapter_config.json" in one]
+    (tmp_path / "out" / "ckpt" / "adapter_config.json").write_text('{"r": 64, "bias": "all"}')
+    assert "biases that are trained" in str(read_job(_GOES_ON, tmp_path).not_modelled)
+    (tmp_path / "job.yaml").write_text("model: Qwen/Qwen3-8B\nmax_length: 2048\nadapters: []\n")
+    job = read_job("NPROC_PER_NODE=8 megatron sft job.yaml\n", tmp_path)
+    assert job.required()[0].state.lora is None
 
 
 def test_ranks_that_are_set_and_not_exported_do_not_reach_the_job(tmp_path: Path) -> None:

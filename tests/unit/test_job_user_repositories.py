@@ -1092,6 +1092,7 @@ _GROUPS = {
     "ppo_trainer.yaml": "defaults:\n  - model_engine: dp\n  - actor@actor_rollout_ref.actor: ${model_engine}_actor\n"
     "  - _self_\ntrainer: {n_gpus_per_node: 8}\n",
     "own.yaml": "defaults:\n  - ppo_trainer\n  - override model_engine: megatron\n  - _self_\n",
+    "slash.yaml": "defaults:\n  - ppo_trainer\n  - override /model_engine: megatron\n  - _self_\n",
     "model_engine/dp.yaml": "# @package _global_\nmodel_engine: dp\n",
     "model_engine/megatron.yaml": "# @package _global_\nmodel_engine: megatron\n",
     "actor/dp_actor.yaml": "strategy: fsdp\nppo_micro_batch_size_per_gpu: 1\nfsdp_config: {param_offload: true}\n",
@@ -1106,6 +1107,7 @@ _GROUPS = {
         ("ppo_trainer", "", "fsdp2", 1),
         ("ppo_trainer", "model_engine=megatron", "megatron", 2),
         ("own", "", "megatron", 2),
+        ("slash", "", "megatron", 2),
         ("own", "model_engine=dp", "fsdp2", 1),
         ("ppo_trainer", "actor@actor_rollout_ref.actor=megatron_actor model_engine=megatron", "megatron", 2),
     ],
@@ -1126,3 +1128,27 @@ def test_one_group_of_a_configuration_names_the_option_of_another(
     assert (job.scenario is None or job.scenario.engine == engine) and not [
         one for one in job.warnings if "not beside the file" in one
     ]
+
+
+@pytest.mark.parametrize(("overrides", "length"), [("", 640), ("data=b-long", 1024)])
+def test_groups_of_one_name_in_two_files_have_their_own_options(overrides: str, length: int, tmp_path: Path) -> None:
+    """Hydra tells groups by their folder and by the mapping that gets their keys; an option may have a hyphen."""
+    nested = "defaults:\n  - ../sizes@megatron: {}\n  - _self_\nstrategy: megatron\nppo_micro_batch_size_per_gpu: 1\n"
+    for file, text in {
+        "ppo_trainer.yaml": "defaults:\n  - critic@critic: c\n  - actor@actor_rollout_ref.actor: a\n  - data: a\n"
+        "  - _self_\ntrainer: {n_gpus_per_node: 8}\n",
+        "critic/c.yaml": nested.format("large"),
+        "actor/a.yaml": nested.format("small"),
+        "sizes/large.yaml": "tensor_model_parallel_size: 4\n",
+        "sizes/small.yaml": "tensor_model_parallel_size: 2\n",
+        "data/a.yaml": "max_prompt_length: 640\n",
+        "data/b-long.yaml": "max_prompt_length: 1024\n",
+    }.items():
+        (tmp_path / "config" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "config" / file).write_text(text)
+    (tmp_path / "train.py").write_text(DECORATOR)
+    command = f"python train.py {overrides} actor_rollout_ref.model.path=Qwen/Qwen3-8B algorithm.adv_estimator=grpo"
+    job = _read(tmp_path / "run.sh", f"{command} actor_rollout_ref.actor.ppo_mini_batch_size=16\n")
+    values = {one.key: one.value for one in job.taken}
+    assert values["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] == 2
+    assert values["data.max_prompt_length"] == length

@@ -293,19 +293,23 @@ def _complete_adapters(reading: Reading) -> None:
         values["lora_rank"] = None
         return
     values |= {"lora_library": "mcore_bridge", "lora_enable_input_require_grads": True}
-    _take_saved_adapters(reading)
+    if _take_saved_adapters(reading).get("bias") not in (None, "none"):
+        lacks.append("biases that are trained")
     complete_adapters(reading, "tuner_type", lacks)
 
 
 _SAVED = {"r": ("lora_rank", WHOLE), "lora_alpha": ("lora_alpha", NUMBER), "lora_dropout": ("lora_dropout", NUMBER)}
 
 
-def _take_saved_adapters(reading: Reading) -> None:
-    """Takes the sizes of the adapters that a job goes on with, which stand above its own (``_load_adapter_config``)."""
+def _take_saved_adapters(reading: Reading) -> dict[str, Any]:
+    """Takes and returns what the adapters have that a job goes on with; it counts before its own keys.
+
+    ``_load_adapter_config`` of ms-swift reads it.
+    """
     named, own = reading.get("adapters"), reading.entries.by_key.get("lora_rank")
+    if not is_given(named) or named == []:
+        return {}
     folder = str(named[0] if isinstance(named, list) else named)
-    if not is_given(named):
-        return
     files = (up / folder / "adapter_config.json" for up in reading.path.absolute().parents)
     text = next((text for file in files if (text := text_of(file)) is not None), None)
     if text is None and (own is None or own.line is not None):
@@ -313,11 +317,13 @@ def _take_saved_adapters(reading: Reading) -> None:
             "adapters: ms-swift takes their rank from the folder's adapter_config.json, which memlab does not see: "
             f"memlab takes {reading.values['lora_rank']}, give --set lora_rank=NUMBER for another"
         )
-    saved = parse_json(text or "{}", "adapter_config.json", "give the one that peft or ms-swift wrote")
+    read = parse_json(text or "{}", "adapter_config.json", "give the one that peft or ms-swift wrote")
+    saved: dict[str, Any] = read if isinstance(read, dict) else {}
     for key, (field, conversion) in _SAVED.items():
-        if isinstance(saved, dict) and saved.get(key) is not None:
+        if saved.get(key) is not None:
             reading.take_back(field)
             reading.take("adapters", field, conversion.checked("adapter_config.json", key, saved[key]))
+    return saved
 
 
 def _check(reading: Reading) -> None:

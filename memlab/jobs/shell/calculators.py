@@ -19,12 +19,15 @@ _COMPARISONS: dict[str, Callable[[Decimal, Decimal], bool]] = {
 _OPERATION = re.compile(
     r"\s*(?:scale\s*=\s*(\d{1,2})\s*;)?\s*(-?\d*\.?\d+)\s*(<=|>=|==|!=|[+*/<>]|-(?!-))\s*(-?\d*\.?\d+)\s*;?\s*"
 )
+_MOST_DIGITS = 100
 _LINE_OF_BC = 68
 """Characters after which ``bc`` goes on in a further line."""
 _AWK = re.compile(
     r"\s*BEGIN\s*\{\s*(?:(print\b|exit\b)(?![ \t]*\n)|printf\s*\(?\s*\"(%[di]|%\.[0-9]f)(\\n)?\"\s*,)"
     r"([^;{}\"']*)(?:;\s*)?\}\s*"
 )
+_ONE_GROUP = re.compile(r"\((?:[^()]|\([^()]*\))*\)")
+"""An expression in parentheses, of which `!` negates all."""
 _OF_AWK = re.compile(r"\d+\.?\d*|\.\d+|int(?=\s*\()|[A-Za-z_]\w*|[<>=!]=|[-+*/%()<>!]|\s+")
 _SUMS: dict[type[ast.AST], Callable[[float, float], float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -48,7 +51,7 @@ def expressed(arguments: list[str]) -> str:
 def computed(arguments: list[str], text: str) -> str:
     """Returns what ``bc`` prints for one operation or comparison of two numbers, with ``scale=N`` before it."""
     found = _OPERATION.fullmatch(text)
-    if found is None or arguments not in ([], ["-l"]):
+    if found is None or arguments not in ([], ["-l"]) or len(found[2] + found[4]) > _MOST_DIGITS:
         return UNKNOWN
     scale = int(found[1]) if found[1] else 20 if arguments else 0
     first, second = Decimal(found[2]), Decimal(found[4])
@@ -89,8 +92,10 @@ def of_awk(arguments: list[str]) -> tuple[str, int | None]:
         text = text[:-1].strip()
     is_negated = kind == "exit" and text.startswith("!")
     result = _sum_of_awk(text[is_negated:].strip(), names)
-    if result is None or (is_negated and not text[1:].strip().startswith("(")):
+    if result is None or (is_negated and not _ONE_GROUP.fullmatch(text[1:].strip())):
         return UNKNOWN, None
+    if kind == "print" and (name := text.strip("() \t")) in names:
+        return f"{names[name]}\n", 0  # as it was given
     if kind == "exit":
         code = int(not result) if is_negated else int(result)
         return "", code % 256

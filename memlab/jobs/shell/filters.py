@@ -115,19 +115,22 @@ def _is_quick(pattern: re.Pattern[str], lines: list[str]) -> bool:
 
 def _expression(text: str, *, is_extended: bool) -> re.Pattern[str] | None:
     """Returns an expression of ``sed`` as Python's; nothing for one that Python would match otherwise."""
-    special, made, before = "+?(){}|", "", ""
+    special, made, before, is_after_repetition = "+?(){}|", "", "", False
     for bracket, escaped, plain in _OF_AN_EXPRESSION.findall(text):
         one = escaped or plain
         is_inside = before == "$" or (plain == "^" and made not in ("", "("))
         before = plain
         is_operator = one in special and bool(plain) is is_extended
+        is_repetition = plain == "*" or (is_operator and one in "+?{")
         if (
             (is_operator and one == "|")
+            or (is_repetition and is_after_repetition)  # in Python a lazy or a possessive one
             or (escaped and (escaped.isalnum() or escaped in "<>`'") and escaped not in "sSwWb")
             or (is_inside and not is_extended)  # a character there, and an end of the line in Python
             or "[:" in bracket
         ):
             return None
+        is_after_repetition = plain == "*" or (is_operator and one in "+?}")
         if bracket:
             made += bracket.replace("\\", "\\\\").replace("[]", "[\\]").replace("[^]", "[^\\]")
         elif is_operator or (plain and one not in special):

@@ -167,7 +167,9 @@ class _Reader(Builtins):
         """Functions that are running."""
         self.hidden = []
         self.written: set[str] = set()
-        """Names of files that the script may have written."""
+        """Names of files that the script may have written: it writes to them, or starts a program with them."""
+        self.has_moved = False
+        """Whether it runs in a folder that it has gone to."""
         self.num_searched = 0
         self.tested_files: set[str] = set()
         """Files of which the script asks whether they are there."""
@@ -661,7 +663,9 @@ class _Reader(Builtins):
                 return self._coded(False, "127")
             words = words[1:]  # the job that the command before should have started
         self.faults.may_set_any |= name in _LOADING
+        self.written |= {Path(text).name for text in arguments}
         if name in _SUCCEEDING:
+            self.has_moved |= name in ("cd", "pushd")
             self.folders += [text for text in arguments if name == "cd" and UNKNOWN not in text]
             self.print_out(UNKNOWN if name in _PRINTING else "")
             return self._coded(True)
@@ -848,11 +852,19 @@ class _Reader(Builtins):
             self.print_out(UNKNOWN if is_open else "".join(f"{one}\n" for one in found or ()))
         return None if found is None else bool(found)
 
+    def _sed(self, arguments: list[str]) -> bool | None:
+        self.written |= {Path(text).name for text in arguments}  # with -i
+        return self.filter_text(substituted, arguments)
+
     def _text_to_search(self, name: str) -> str | None:
         """Returns the text of a checkout's file; nothing of the machine's own files and of those that may be new."""
         path = self.path.parent / name
         if not Path(name).is_absolute():
+            if self.has_moved:
+                return None
             path = file_above(name, path, self.script)
+            if ".." in Path(name).parts and not path.resolve().is_relative_to(self.script.resolve().parents[1]):
+                return None
         elif path.parts[1:2] and path.parts[1] in _OF_THE_MACHINE:
             return None
         else:
@@ -1049,7 +1061,7 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
     "printf": Builtins.printf,
     "cat": Builtins.cat,
     "tr": lambda reader, arguments: reader.filter_text(translated, arguments),
-    "sed": lambda reader, arguments: reader.filter_text(substituted, arguments),
+    "sed": _Reader._sed,
     "bc": lambda reader, arguments: reader.filter_text(computed, arguments),
     "expr": _Reader._expr,
     "grep": _Reader._grep,
