@@ -854,7 +854,7 @@ def test_megatron_lm_s_fsdp_needs_several_connections(flag: str, before: str, is
 )
 def test_fsdp_is_warned_of_a_number_of_connections_that_is_not_known(before: str, tmp_path: Path) -> None:
     start = before + "torchrun --nproc-per-node 8 pretrain_gpt.py " + _GPT
-    said = "does not start with CUDA_DEVICE_MAX_CONNECTIONS 1, which the script may set"
+    said = "does not start with CUDA_DEVICE_MAX_CONNECTIONS 1, which it may set"
     for flags, is_warned in (("--use-megatron-fsdp --ckpt-format fsdp_dtensor", True), ("", False)):
         job = read(tmp_path, flags, start)
         assert job.cannot_start is None

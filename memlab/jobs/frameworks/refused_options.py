@@ -236,7 +236,9 @@ def _note_connections(job: Reading, *keys: str) -> None:
     is_open = UNKNOWN in str(entries.environment.get(_CONNECTIONS, ""))
     if is_open or _CONNECTIONS in entries.undecided:
         for key in (key for key in keys if entries.get(key) is True):
-            job.warnings.append(f"{key} does not start with {_CONNECTIONS} 1, which the script may set")
+            job.warnings.append(
+                f"{key} does not start with {_CONNECTIONS} 1, which it may set: give --set {_CONNECTIONS}=NUMBER"
+            )
 
 
 def _refuses_one_connection(*keys: str) -> tuple[Rule, ...]:

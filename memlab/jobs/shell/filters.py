@@ -20,7 +20,7 @@ _OF_A_REPLACEMENT = re.compile(r"\\(\d)|\\(.)|(&)|([^\\&])", re.DOTALL)
 _NOT_READ = re.compile(r"\[=.=\]|\[.\*\d*\]", re.DOTALL)
 """Kinds of sets of ``tr`` that memlab does not read: characters of equal order, and one character repeated."""
 _REPEATED_GROUP = re.compile(r"(?<!\\)\)[*+{]")
-_MOST_TRIALS = 10**7
+_MOST_TRIALS = 3 * 10**6
 """Of where an expression and its repetitions may begin and end in lines: more than in any real script."""
 _SPACES_ONLY = re.compile(r" +(?:\\?[+*])?")
 
@@ -114,7 +114,7 @@ def _is_quick(pattern: re.Pattern[str], lines: list[str]) -> bool:
 
 
 def _expression(text: str, *, is_extended: bool) -> re.Pattern[str] | None:
-    """Returns an expression of ``sed`` as Python's; nothing for one that Python would match otherwise."""
+    """Returns an expression of ``sed`` or ``grep`` as Python's; nothing for one that Python would match otherwise."""
     special, made, before, is_after_repetition = "+?(){}|", "", "", False
     for bracket, escaped, plain in _OF_AN_EXPRESSION.findall(text):
         one = escaped or plain

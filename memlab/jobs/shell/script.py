@@ -43,6 +43,8 @@ _SUCCEEDING = {
     "module",
 }  # fmt: skip
 """Commands that prepare a job and start none, which memlab assumes to succeed."""
+_READING = {"[", "test", "grep", "cat", "echo", "printf", "source", ".", "ls", "head", "tail", "wc", "cd", "pushd"}
+"""Commands that change no file whose name they get."""
 _LOADING = {"module", "conda", "mamba", "micromamba", "spack"}
 """Commands that may set any variable, such as CUDA_HOME."""
 _PRINTING = {"pushd", "popd", "pwd", "date", "ulimit", "umask", "alias", "module"}
@@ -642,6 +644,8 @@ class _Reader(Builtins):
         if name in self.functions and may_call:
             is_own = len(arguments) == 1 and isinstance(arguments[0], OwnArguments)
             return self._called(name, None if is_own else arguments, environment)
+        if name not in _READING:
+            self.written |= {Path(text).name for text in arguments}
         following = _FOLLOWING.get(name)
         if following is not None:
             with self._temporarily(environment):
@@ -663,7 +667,6 @@ class _Reader(Builtins):
                 return self._coded(False, "127")
             words = words[1:]  # the job that the command before should have started
         self.faults.may_set_any |= name in _LOADING
-        self.written |= {Path(text).name for text in arguments}
         if name in _SUCCEEDING:
             self.has_moved |= name in ("cd", "pushd")
             self.folders += [text for text in arguments if name == "cd" and UNKNOWN not in text]
@@ -846,15 +849,14 @@ class _Reader(Builtins):
             text = self._text_to_search(words[1])
         elif len(words) == 1 and self.input is not None:
             text = self.input.rest()
+        self.num_searched += len(text or "") + _COST_OF_A_SEARCH
+        if self.num_searched > _MOST_SEARCHED:
+            text = None
         found = None if text is None or not words else lines_with(words[0], options, text)
         if "q" not in options:
             is_open = found is None or options - set("EFs") or UNKNOWN in str(text)
             self.print_out(UNKNOWN if is_open else "".join(f"{one}\n" for one in found or ()))
         return None if found is None else bool(found)
-
-    def _sed(self, arguments: list[str]) -> bool | None:
-        self.written |= {Path(text).name for text in arguments}  # with -i
-        return self.filter_text(substituted, arguments)
 
     def _text_to_search(self, name: str) -> str | None:
         """Returns the text of a checkout's file; nothing of the machine's own files and of those that may be new."""
@@ -869,9 +871,7 @@ class _Reader(Builtins):
             return None
         else:
             path = path_here(path, self.script)
-        text = None if path.name in self.written or self.num_searched > _MOST_SEARCHED else self._text_in(path)
-        self.num_searched += len(text or "")
-        return text
+        return None if path.name in self.written else self._text_in(path)
 
     def _text_in(self, path: Path) -> str | None:
         """Returns a text of less than 1 MiB; nothing where it is none, or not on this machine."""
@@ -884,7 +884,7 @@ class _Reader(Builtins):
     def _awk(self, arguments: list[str]) -> bool | None:
         printed, code = of_awk(arguments)
         self.print_out(printed)
-        return None if code is None else code == 0
+        return self._coded(None) if code is None else self._coded(code == 0, f"{code}")
 
     def _unset(self, arguments: list[str]) -> bool | None:
         for name in arguments[1:] if arguments[:1] == ["-f"] else []:
@@ -1047,8 +1047,9 @@ _FOLLOWING: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
     "eval": _Reader._eval,
     "source": _Reader._source,
     ".": _Reader._source,
+    **dict.fromkeys(("awk", "gawk", "mawk"), _Reader._awk),
 }
-"""Builtins that run other commands, which have what is set before the builtin."""
+"""Builtins that run other commands, which have what is set before them, and programs with an exit code of their own."""
 _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
     "exit": _Reader._exit,
     "return": _Reader._return,
@@ -1061,11 +1062,10 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
     "printf": Builtins.printf,
     "cat": Builtins.cat,
     "tr": lambda reader, arguments: reader.filter_text(translated, arguments),
-    "sed": _Reader._sed,
+    "sed": lambda reader, arguments: reader.filter_text(substituted, arguments),
     "bc": lambda reader, arguments: reader.filter_text(computed, arguments),
     "expr": _Reader._expr,
     "grep": _Reader._grep,
-    **dict.fromkeys(("awk", "gawk", "mawk"), _Reader._awk),
     "read": Builtins.read,
     "mapfile": Builtins.mapfile,
     "readarray": Builtins.mapfile,
@@ -1078,7 +1078,9 @@ _BUILTINS: dict[str, Callable[[_Reader, list[str]], bool | None]] = {
 _WITH_A_FILE = 2
 _OF_THE_MACHINE = ("dev", "etc", "proc", "run", "sys", "usr", "var")
 _MOST_SEARCHED = 2**25
-"""Characters of files: more than any real script searches."""
+"""Characters: more than any real script searches."""
+_COST_OF_A_SEARCH = 2**17
+"""As if it read so many characters more: an expression takes its time in few of them too."""
 _INNER = {"IFS", "OPTIND"}
 """Variables that the shell itself sets, and that no program reads."""
 _CODES = {True: "0", False: "1", None: UNKNOWN}
