@@ -169,9 +169,10 @@ def in_effect(scenario: Scenario) -> Scenario:
     return replace(scenario, layout=replace(layout, sequence_parallel=not layout.has_whole_sequences))
 
 
-def layout_said(name: str, layout: Layout, rows: int) -> Layout:
+def layout_said(name: str, layout: Layout, scenario: Scenario) -> Layout:
     """Returns a layout without chunks where the framework has none, and without context where it packs rows for it."""
-    if name.startswith("skyrl") and rows > 1:
+    rows, is_padded = scenario.micro_batch_size, scenario.packed_sequences is None
+    if (name.startswith("skyrl") and rows > 1) or (name == "nemo-rl" and is_padded):
         layout = replace(layout, context_parallel_size=1)
     has_chunks = "virtual_pipeline_model_parallel_size" not in FRAMEWORKS[name].cannot_write
     return layout if has_chunks else replace(layout, virtual_pipeline_model_parallel_size=1)
@@ -179,7 +180,7 @@ def layout_said(name: str, layout: Layout, rows: int) -> Layout:
 
 def without_what_is_unsaid(name: str, scenario: Scenario, settings: MemorySettings) -> tuple[Scenario, MemorySettings]:
     """Returns the job with the framework's own values where the framework can say nothing else."""
-    scenario = replace(scenario, layout=layout_said(name, scenario.layout, scenario.micro_batch_size))
+    scenario = replace(scenario, layout=layout_said(name, scenario.layout, scenario))
     state = saying(name, scenario.state.to_dict(), TrainingState())
     state |= {field: value for field, value in FRAMEWORKS[name].fixed.items() if field in state}
     if scenario.layout.pipeline_model_parallel_size == 1:
@@ -412,12 +413,12 @@ def test_how_tokens_are_dispatched_is_written_once_or_named(name: str, dispatche
     assert is_same != ("moe_token_dispatcher_type" in new.unsaid)
 
 
-@pytest.mark.parametrize("name", ["skyrl", "skyrl-sft"])
-def test_skyrl_s_rows_are_packed_and_named_with_context_parallelism(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["skyrl", "skyrl-sft", "nemo-rl"])
+def test_rows_are_packed_and_named_with_context_parallelism(name: str, tmp_path: Path) -> None:
     layout = Layout(context_parallel_size=2)
     scenario = Scenario.of("qwen3-moe-tiny", seq_length=512, micro_batch_size=2, layout=layout)
     new = written(name, scenario, MemorySettings())
-    read = read_lines(name, list(new.lines), 2, tmp_path / "run.sh").required()[0]
+    read = read_lines(name, list(new.lines), 2, tmp_path / FILES.get(name, "run.sh")).required()[0]
     assert (read.micro_batch_size, read.packed_sequences, read.seq_length) == (1, 2, 1024)
     assert "micro_batch_size" in new.unsaid
 
@@ -486,7 +487,7 @@ def test_what_is_to_be_changed_makes_a_job_the_other_one(name: str, share: int, 
             (before, own), (after, settings) = random_job(dice), random_job(dice)
             if before.architecture.name not in ARCHITECTURES or after.architecture.name not in ARCHITECTURES:
                 continue
-            layout = layout_said(name, dice.choice((before.layout, after.layout)), after.micro_batch_size)
+            layout = layout_said(name, dice.choice((before.layout, after.layout)), after)
             after = replace(after, architecture=before.architecture, num_layers=before.num_layers, layout=layout)
             check_on_model(settings, after)
             before, own = without_what_is_unsaid(name, before, own)
@@ -505,7 +506,7 @@ def test_what_is_to_be_changed_makes_a_job_the_other_one(name: str, share: int, 
         assert (str(read), f"{job.settings}") == tuple(map(str, wanted)), (lines, changes)
         assert (read, job.settings) == wanted, (lines, changes)
         num_changed += 1
-    assert num_changed > 5 * share
+    assert num_changed >= 5 * share
 
 
 @pytest.mark.parametrize("name", FRAMEWORKS)

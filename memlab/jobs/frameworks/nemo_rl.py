@@ -682,8 +682,12 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = composed(scenario, settings)
     del values["recompute_method"], values["recompute_num_layers"]  # `complete` sets both
-    is_row, is_away = values["is_packed"], settings.offload_parameters
+    is_row, is_away = values["is_packed"] or scenario.layout.context_parallel_size > 1, settings.offload_parameters
     return values | {
+        "is_packed": is_row,
+        "overlap_cpu_optimizer_d2h_h2d": (
+            scenario.state.optimizer_cpu_offload and scenario.state.overlap_cpu_optimizer_d2h_h2d
+        ),
         "expert_tensor_parallel_size": scenario.layout.expert_tensor_size,
         "is_checkpointing": settings.recompute_granularity is not None,
         "is_fp8": scenario.state.fp8_format is not None,
@@ -691,7 +695,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
         "is_fused": is_row and scenario.state.loss == "logprobs_one_hot",
         "is_dynamic": False,
         "has_adapters": scenario.state.lora is not None,
-        "packed_tokens": scenario.seq_length if is_row else None,
+        "packed_tokens": scenario.micro_batch_size * scenario.seq_length if is_row else None,
         "longest": values["longest"] if is_row else scenario.seq_length,
         "sequence_multiple": 1,
         "is_colocated": is_away,
@@ -737,6 +741,8 @@ def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]
     packed_losses = ("logprobs_by_sequence", "logprobs_one_hot") if is_packed(scenario) else ("logprobs_one_hot",)
     if scenario.state.loss not in packed_losses:
         reasons["loss"] = f"NeMo-RL's policy gradient computes the loss {' or '.join(packed_losses)}"
+    if not is_packed(scenario) and scenario.layout.context_parallel_size > 1:
+        reasons["micro_batch_size"] = "NeMo-RL packs a micro-batch's sequences into one row with context parallelism"
     if not is_packed(scenario) and not scenario.state.create_attention_mask:
         reasons["create_attention_mask"] = "NeMo-RL gives rows that are not packed a causal mask"
     if scenario.state.logprobs_chunk_size is not None and scenario.state.fp32_output:

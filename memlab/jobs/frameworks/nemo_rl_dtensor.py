@@ -350,13 +350,18 @@ def complete_refused(reading: Reading) -> None:
         take_fused_adam(reading, "policy.optimizer.kwargs")
 
 
+def _is_version_2(scenario: Scenario) -> bool:
+    """Whether a job is written for version 2 of the policy, which alone has adapters."""
+    return scenario.state.reshard_after_forward == "all_but_last" or scenario.state.lora is not None
+
+
 def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
     """Returns values by the table's fields, from which `complete` makes the same job."""
     values = composed(scenario, settings) | composed_of_fsdp2(scenario, settings, "automodel")
     is_row, shares = values["is_packed"], scenario.layout.tensor_model_parallel_size > 1
     return values | {
         "is_dtensor": True,
-        "is_version_2": scenario.state.reshard_after_forward == "all_but_last",
+        "is_version_2": _is_version_2(scenario),
         "optimizer": "torch.optim.AdamW",
         "is_dynamic": False,
         "packed_tokens": scenario.seq_length if is_row else None,
@@ -370,7 +375,7 @@ def compose(scenario: Scenario, settings: MemorySettings) -> dict[str, Any]:
 def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:
     """Names what NeMo-RL's DTensor policy cannot express of a job."""
     state, title = scenario.state, "NeMo-RL"
-    is_version_2 = state.reshard_after_forward == "all_but_last"
+    is_version_2 = _is_version_2(scenario)
     moves = settings.offload_parameters and not state.fsdp_cpu_offload
     is_flash = is_packed(scenario) and scenario.packed_sequences is not None and scenario.dtype == "bf16"
     together = "NeMo-RL offloads parameters, gradients and optimizer state together, for generation"
