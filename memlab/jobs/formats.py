@@ -757,7 +757,7 @@ def _take_configuration_file(base: Path, words: list[tuple[str, int]], framework
     """Takes the keys of a configuration, and of those that it names; the command may choose among these."""
     root, read = read_yaml(_text_of_configuration(base), base.name), [base]
     chosen = {found[1]: found[2] for word, _ in words if (found := _GROUP.fullmatch(word)) is not None}
-    choices = Choices({key_of(name): option for name, option in chosen.items()})
+    choices = Choices({key_of(name): None if option == "null" else option for name, option in chosen.items()})
     own = _with_defaults(root, base, read, choices=choices)
     entries.groups |= {name for name in chosen if any(key.startswith(f"{name}.") for key in own.by_key)}
     _take_named_defaults(root, read, framework, own)

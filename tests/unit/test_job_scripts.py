@@ -799,6 +799,7 @@ def test_sums_of_expr_and_bc_are_followed(text: str, printed: str) -> None:
         ("echo b | grep -q 'a\\+b*' && echo yes || echo no", "no"),
         ("grep -q root /etc/passwd && echo yes || echo no", UNKNOWN),
         ("grep -q root / && echo yes || echo no", UNKNOWN),
+        ("grep -q root ../../../../../../../etc/passwd && echo yes || echo no", UNKNOWN),
     ],
 )
 def test_grep_finds_what_is_certain(tmp_path: Path, text: str, found: str) -> None:

@@ -1130,9 +1130,9 @@ def test_one_group_of_a_configuration_names_the_option_of_another(
     ]
 
 
-@pytest.mark.parametrize(("overrides", "length"), [("", 640), ("data=b-long", 1024)])
+@pytest.mark.parametrize(("overrides", "length"), [("", 640), ("data=b-long", 1024), ("data=null", 512)])
 def test_groups_of_one_name_in_two_files_have_their_own_options(overrides: str, length: int, tmp_path: Path) -> None:
-    """Hydra tells groups by their folder and by the mapping that gets their keys; an option may have a hyphen."""
+    """Hydra tells groups by their folder and by the mapping that gets their keys; an option may have a hyphen, or be null."""
     nested = "defaults:\n  - ../sizes@megatron: {}\n  - _self_\nstrategy: megatron\nppo_micro_batch_size_per_gpu: 1\n"
     for file, text in {
         "ppo_trainer.yaml": "defaults:\n  - critic@critic: c\n  - actor@actor_rollout_ref.actor: a\n  - data: a\n"
@@ -1152,3 +1152,4 @@ def test_groups_of_one_name_in_two_files_have_their_own_options(overrides: str, 
     values = {one.key: one.value for one in job.taken}
     assert values["actor_rollout_ref.actor.megatron.tensor_model_parallel_size"] == 2
     assert values["data.max_prompt_length"] == length
+    assert not [one for one in job.warnings if "not beside the file" in one]

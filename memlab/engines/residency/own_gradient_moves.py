@@ -243,7 +243,7 @@ class _GradDataStandIn(_StandIn, _Tensor):
         return self
 
     def view(self, *_: object) -> _GradDataStandIn:
-        """Returns itself: what has all elements has all of the memory."""
+        """Returns itself: a view of all elements shares all of the memory."""
         return self
 
     detach = flatten = ravel = reshape = view

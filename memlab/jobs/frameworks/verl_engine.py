@@ -242,7 +242,7 @@ def _take_defaults_of_mbridge(reading: Reading, engine: str) -> None:
 
 
 _OF_MBRIDGE = (0, 7), (0, 8)
-"""The first and the last release that build models by mbridge unless the job says else."""
+"""The first and the last release that build models by mbridge unless the job says otherwise."""
 
 
 def cannot_write(scenario: Scenario, settings: MemorySettings) -> dict[str, str]:

@@ -20,6 +20,7 @@ _OPERATION = re.compile(
     r"\s*(?:scale\s*=\s*(\d{1,2})\s*;)?\s*(-?\d*\.?\d+)\s*(<=|>=|==|!=|[+*/<>]|-(?!-))\s*(-?\d*\.?\d+)\s*;?\s*"
 )
 _MOST_DIGITS = 100
+"""Of both operands: more than in any real script."""
 _LINE_OF_BC = 68
 """Characters after which ``bc`` goes on in a further line."""
 _AWK = re.compile(

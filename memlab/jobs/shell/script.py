@@ -865,7 +865,7 @@ class _Reader(Builtins):
             if self.has_moved:
                 return None
             path = file_above(name, path, self.script)
-            if ".." in Path(name).parts and not path.resolve().is_relative_to(self.script.resolve().parents[1]):
+            if ".." in Path(name).parts and not path.resolve().is_relative_to(self.script.resolve().parent.parent):
                 return None
         elif path.parts[1:2] and path.parts[1] in _OF_THE_MACHINE:
             return None
